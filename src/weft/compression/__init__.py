@@ -1,0 +1,73 @@
+"""WHAT goes on the wire?"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from weft.axis import Answer
+from weft.ops import Flow, Round, Spec
+
+State = dict[str, dict[str, Tensor]]
+"""What a compressor remembers, by parameter and then by its own key; never by bucket."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter in a bucket. The exchange reads `grad` and writes `mean`, which may be the same memory."""
+
+    spec: Spec
+    grad: Tensor
+    mean: Tensor
+    owed: Tensor | None = None
+    """Where somebody keeps account: the exchange leaves here what it did not send. May be `grad`'s memory."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that leave together: flat tensors of one dtype on one device."""
+
+    pieces: tuple[Piece, ...]
+    flat: Tensor | None = None
+    """All of the pieces' `grad` as one tensor, where they lie side by side and are their own `mean`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where an exchange stands: the step and the logical rank; with the run's seed they name every random draw."""
+
+    step: int
+    rank: int
+    workers: int
+    seed: int = 0
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """Random numbers that depend on (seed, step, rank, parameter) alone: the same after any restart."""
+        text = f"{self.seed}/{self.step}/{self.rank}/{name}".encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        return torch.Generator(device=device).manual_seed(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(Answer, ABC):
+    """How a bucket's gradients become payloads and their mean comes back."""
+
+    axis: ClassVar[str] = "compression"
+    lossless: ClassVar[bool] = False
+    """Whether the mean is exactly the mean."""
+    keeps_account: ClassVar[bool] = False
+    """Whether it asks an inner compressor for what that did not send."""
+
+    @abstractmethod
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        """Yield Sum, All or Scatter until every piece's `mean` (and `owed`, where asked for) is written."""
+
+    @abstractmethod
+    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+        """The same operations as sizes, for a bucket of these parameters."""

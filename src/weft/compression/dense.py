@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from weft.compression import Bucket, Compressor, Context, State
+from weft.ops import Flow, Round, Spec, Sum
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Dense(Compressor):
+    """Gradients as they are."""
+
+    lossless: ClassVar[bool] = True
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        flat = bucket.flat if bucket.flat is not None else torch.cat([piece.grad for piece in bucket.pieces])
+        total = yield Sum(flat)
+        if total is not bucket.flat:
+            means = total.split([piece.mean.numel() for piece in bucket.pieces])
+            for piece, mean in zip(bucket.pieces, means, strict=True):
+                piece.mean.copy_(mean)
+        for piece in bucket.pieces:
+            if piece.owed is not None:
+                piece.owed.zero_()
+        return state
+
+    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+        return (Round(Sum, sum(spec.nbytes for spec in specs)),)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+
+from weft.compression import Bucket, Compressor, Context, State
+from weft.ops import Flow, Round, Spec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(Compressor):
+    """What the inner compressor did not send is owed, and added to the next gradient [Seide et al. 2014].
+
+    Nothing is lost: grad + owed(before) = sent + owed(after), exactly where the inner compressor is exact.
+    """
+
+    keeps_account: ClassVar[bool] = True
+
+    inner: Compressor
+    """The lossy compressor to be made up for."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        pieces = []
+        for piece in bucket.pieces:
+            memory = state.setdefault(piece.spec.name, {})
+            if "owed" not in memory:
+                memory["owed"] = torch.zeros_like(piece.grad)
+            due = memory["owed"].add_(piece.grad)
+            pieces.append(replace(piece, grad=due, owed=due))
+        return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
+
+    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+        return self.inner.rounds(specs)

@@ -1,0 +1,152 @@
+"""Intents: what an answer may ask for. Answers yield them, interpreters (`transport/`) perform them.
+
+A *flow* is a generator: it yields an intent, receives the result, and returns its value. The same flow runs on
+loopback (what it means), in virtual time (what it costs) and for real.
+
+    to everyone     Sum, All, Scatter        a compressor says these; a topology lowers them to messages
+    to one          Send, Recv               messages in order, per pair of peers
+    a request       Push, Pull, Swap         answered by whoever serves: a server, or a gossip partner
+    serving         Serve, Reply             the other side of a request
+
+A payload is a tuple of tensors. `Sum` adds what everyone gave: gradients are weighted by each worker's share
+*before* they are exchanged, so a sum of shares is the mean and uneven batches need nothing else. An interpreter may
+overwrite the tensor that a `Sum` carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Payload = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """Any intent."""
+
+
+@dataclass(frozen=True)
+class Collective(Op):
+    """An intent that every worker states at the same point of its flow."""
+
+
+@dataclass(frozen=True)
+class Sum(Collective):
+    """Everyone's tensor, added. Result: a tensor of the same shape, the same bits everywhere."""
+
+    payload: Tensor
+
+
+@dataclass(frozen=True)
+class All(Collective):
+    """Everyone's payload, unopened. Result: the payloads in the order of the logical ranks. Sizes are equal."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Scatter(Collective):
+    """One payload for each worker (all-to-all). Result: what each worker had for me, in the order of ranks."""
+
+    parts: Sequence[Payload]
+
+
+@dataclass(frozen=True)
+class Send(Op):
+    """Hand a payload to `to` and go on. Result: None."""
+
+    to: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Recv(Op):
+    """Wait for the next payload from `source`, shaped as `like`. Result: the payload."""
+
+    source: int
+    like: Payload
+
+
+@dataclass(frozen=True)
+class Ask(Op):
+    """A request to `to`, which serves. Result: the payload of its reply."""
+
+    to: int
+    payload: Payload = ()
+
+
+@dataclass(frozen=True)
+class Push(Ask):
+    """Hand over a contribution; the reply says whether it was accepted."""
+
+
+@dataclass(frozen=True)
+class Pull(Ask):
+    """Fetch what the other side holds."""
+
+
+@dataclass(frozen=True)
+class Swap(Ask):
+    """Give mine, get theirs, at one moment of the other side's time."""
+
+
+@dataclass(frozen=True)
+class Serve(Op):
+    """Wait for the next request to me. Result: `(sender, request)`, or None when nobody is left to ask."""
+
+
+@dataclass(frozen=True)
+class Reply(Op):
+    """Answer the request that `to` waits on. Result: None."""
+
+    to: int
+    payload: Payload = ()
+
+
+T = TypeVar("T")
+Flow = Generator[Op, Any, T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where workers stand: how many, and what a message between two of them costs (a + n/b)."""
+
+    workers: int
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One collective as sizes: which intent, and how many bytes one worker's payload has."""
+
+    op: type[Collective]
+    nbytes: int
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes that a payload takes on the wire."""
+    return sum(part.numel() * part.element_size() for part in payload)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter's gradient without its values: what schedules group and compressors size."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize

@@ -1,0 +1,38 @@
+"""WHOSE optimizer steps, and what is merged?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from weft.axis import Answer
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Something to be exchanged: started now, finished before step `finish_step` begins."""
+
+    what: Literal["gradient", "model", "delta"]
+    finish_step: int
+    fragment: int | None = None
+    """Which fragment of the model; None: all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization(Answer, ABC):
+    """Which exchanges a worker owes after a step, and how what came back enters its model."""
+
+    axis: ClassVar[str] = "optimization"
+
+    @abstractmethod
+    def due(self, step: int) -> tuple[Exchange, ...]:
+        """The exchanges that start when `step` has been computed."""
+
+    @abstractmethod
+    def merge(self, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
+        """My tensor after meeting theirs (a gradient's mean, a neighbour's model, the mean delta)."""

@@ -1,0 +1,1 @@
+"""Perform: the objects that run a strategy. Read `worker` first."""

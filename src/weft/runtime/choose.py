@@ -1,0 +1,39 @@
+"""Which strategy wins: the command line, WEFT_STRATEGY, weft.toml beside the job, the call, the default."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+from weft.errors import SpellingError
+from weft.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+
+def choose_strategy(called: str | Strategy | None, job: Path | None = None) -> Strategy:
+    """The winner, logged with where it came from."""
+    source, strategy = _winner(called, job)
+    log.info("strategy: %s (from %s)", strategy, source)
+    return strategy
+
+
+def _winner(called: str | Strategy | None, job: Path | None) -> tuple[str, Strategy]:
+    if spelled := os.environ.get("WEFT_CLI_STRATEGY"):
+        return "the command line", Strategy.parse(spelled)
+    if spelled := os.environ.get("WEFT_STRATEGY"):
+        return "WEFT_STRATEGY", Strategy.parse(spelled)
+    beside = (job or Path(sys.argv[0] or ".")).absolute().parent / "weft.toml"
+    if beside.is_file():
+        try:
+            table = tomllib.loads(beside.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SpellingError(f"{beside} is not TOML: {error}") from None
+        if "strategy" in table:
+            return str(beside), Strategy.from_table(table["strategy"])
+    if called is not None:
+        return "weft.init()", called if isinstance(called, Strategy) else Strategy.parse(called)
+    return "the default", Strategy()

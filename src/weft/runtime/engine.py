@@ -1,0 +1,149 @@
+"""The engine drives exchanges beside backward: one thread, one timetable, one order of operations on every rank.
+
+Hooks say when a bucket's gradients are complete. The thread goes through the timetable's slots: it waits until the
+slot's bucket is ready and its last operation done, and lets the bucket's flows run up to their next operation.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.compression import Bucket, Context, State
+from weft.errors import LoopError
+from weft.ops import Spec
+from weft.runtime.clock import Clock, Stamp
+from weft.schedule import Timetable
+from weft.strategy import Strategy
+from weft.transport.collective import Processes, Works, wait
+
+
+@dataclass
+class Spans:
+    """When the parts of one step's exchange began and ended; `wire` by bucket."""
+
+    encode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    decode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    wire: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
+
+
+class Engine:
+    """Exchanges the buckets of one step at a time. `begin`, `ready` for each bucket, `finish`."""
+
+    def __init__(self, strategy: Strategy, transport: Processes, device: torch.device, seed: int) -> None:
+        self.compression, self.schedule = strategy.compression, strategy.schedule
+        self.transport, self.device, self.seed = transport, device, seed
+        self.clock = Clock(device)
+        self.states: list[State] = [{} for _ in transport.layout.carried()]
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.timetable = Timetable((), ())
+        self.spans = Spans()
+        self._jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread.start()
+
+    def plan(self, specs: Sequence[Spec]) -> Timetable:
+        """The timetable for parameters in the order in which backward finishes them."""
+        stages = self.transport.stages(self.compression.rounds(specs))
+        return self.schedule.timetable(specs, stages)
+
+    def begin(self, buckets: Sequence[Sequence[Bucket]], step: int) -> None:
+        """Start a step's exchange: for each bucket of the timetable, what each carried worker puts in."""
+        if self._busy:
+            raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
+        self._busy = True
+        self.buckets = buckets
+        self.gates = [threading.Event() for _ in buckets]
+        self.marks: list[Any] = [None] * len(buckets)
+        self.spans = Spans()
+        self._jobs.put(step)
+
+    def ready(self, bucket: int) -> None:
+        """All carried workers' gradients of this bucket are in place."""
+        if self.stream is not None:
+            self.marks[bucket] = torch.cuda.current_stream(self.device).record_event()
+        self.gates[bucket].set()
+
+    def finish(self) -> None:
+        """Wait until every mean is in place."""
+        error = self._done.get()
+        if error is not None:
+            raise error
+        self._busy = False
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            step = self._jobs.get()
+            try:
+                with self._on_stream():
+                    self._exchange(step)
+            except BaseException as error:
+                self._done.put(error)
+            else:
+                self._done.put(None)
+
+    def _exchange(self, step: int) -> None:
+        passages = [_Passage(self, bucket, step) for bucket in range(len(self.buckets))]
+        for slot in self.timetable.slots:
+            passages[slot.bucket].advance()
+        for passage in passages:
+            while not passage.over:
+                passage.advance()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+
+class _Passage:
+    """One bucket on its way: its flows, what is under way, and when."""
+
+    def __init__(self, engine: Engine, bucket: int, step: int) -> None:
+        self.engine, self.bucket = engine, bucket
+        layout = engine.transport.layout
+        flows = [
+            engine.compression.exchange(
+                mine, state, Context(step=step, rank=rank, workers=layout.workers, seed=engine.seed)
+            )
+            for rank, mine, state in zip(layout.carried(), engine.buckets[bucket], engine.states, strict=True)
+        ]
+        self.wire = engine.transport.drive(flows, tag=bucket)
+        self.under_way: Works | None = None
+        self.issued: Stamp = None
+        self.over = False
+
+    def advance(self) -> None:
+        """Wait for what is under way (at first: for the gradients), then go on to the next operation."""
+        if self.over:
+            return
+        engine, spans = self.engine, self.engine.spans
+        if self.under_way is None:
+            engine.gates[self.bucket].wait()
+            if engine.stream is not None:
+                engine.stream.wait_event(engine.marks[self.bucket])
+            into = spans.encode
+        else:
+            wait(self.under_way)
+            into = spans.decode
+        begun = engine.clock.stamp()
+        if self.under_way is not None:
+            spans.wire.append((self.bucket, self.issued, begun))
+        try:
+            self.under_way = next(self.wire)
+        except StopIteration as stop:
+            self.over = True
+            for state, new in zip(engine.states, stop.value, strict=True):
+                state.update(new)
+        self.issued = engine.clock.stamp()
+        into.append((begun, self.issued))

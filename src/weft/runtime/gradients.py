@@ -1,0 +1,185 @@
+"""Gradients in the buckets' memory: hooks put them there, the engine replaces them by the mean.
+
+A hook runs when autograd has finished a parameter. It moves the gradient into its bucket, weighted by the worker's
+share of the batch (one pass, no extra copy), and points `.grad` there; a full bucket is handed to the engine. When
+backward ends, `.grad` holds the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.compression import Bucket, Piece
+from weft.errors import LoopError
+from weft.ops import Spec
+from weft.runtime.engine import Engine
+from weft.runtime.record import Watch
+from weft.runtime.turns import Buffers, Turns
+
+
+class Gradients:
+    """The trainable parameters of one model and the memory their gradients live in."""
+
+    def __init__(self, model: nn.Module, engine: Engine, turns: Turns, watch: Watch, *, unused: bool) -> None:
+        named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
+        self.params = [p for p in named if p.requires_grad]
+        self.names = [named[p] for p in self.params]
+        self.frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
+        self.engine, self.turns, self.watch = engine, turns, watch
+        self.buffers = Buffers(model)
+        self.unused: bool | None = unused or None  # None: the first step will tell
+        self.order: list[int] = []
+        self.in_backward = False
+        self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
+        self._lay_out(list(reversed(range(len(self.params)))))
+        for index, param in enumerate(self.params):
+            param.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        """Buckets in the order in which backward finishes parameters; one set of memory per carried worker."""
+        specs = [Spec(self.names[i], tuple(self.params[i].shape), self.params[i].dtype) for i in order]
+        self.engine.timetable = self.engine.plan(specs)
+        index = {name: i for i, name in enumerate(self.names)}
+        self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
+        self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
+        self.views: list[dict[int, Tensor]] = []
+        self.buckets: list[list[Bucket]] = [[] for _ in self.members]
+        for _ in range(self.turns.count):
+            views: dict[int, Tensor] = {}
+            for b, group in enumerate(self.engine.timetable.buckets):
+                numel = sum(spec.numel for spec in group)
+                flat = torch.zeros(numel, dtype=group[0].dtype, device=self.params[self.members[b][0]].device)
+                pieces = []
+                for i, spec, part in zip(
+                    self.members[b], group, flat.split([spec.numel for spec in group]), strict=True
+                ):
+                    views[i] = _shaped(part, self.params[i])
+                    pieces.append(Piece(spec, part, part))
+                self.buckets[b].append(Bucket(tuple(pieces), flat))
+            self.views.append(views)
+
+    def _rearrange(self) -> None:
+        """After the first step: buckets in the order that process 0 saw, for every process alike."""
+        order = self.engine.transport.tell(list(dict.fromkeys(self.order)))[0]
+        old = self.views[-1]
+        if [spec.name for group in self.engine.timetable.buckets for spec in group] == [self.names[i] for i in order]:
+            return
+        self._lay_out(order)
+        for i, param in enumerate(self.params):
+            self.views[-1][i].copy_(old[i])
+            if param.grad is not None:
+                param.grad = self.views[-1][i]
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, index: int, param: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise LoopError(
+                f"{self.names[index]} has a sparse gradient, which no bucket can hold; build its layer with sparse=False"
+            )
+        if grad.requires_grad:
+            raise LoopError(
+                "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
+            )
+        if self.turns.accumulating:
+            self.local = True
+            return
+        if not self.in_backward:
+            self._begin()
+        view, share = self.views[self.turns.turn][index], self.turns.share
+        in_place = grad.data_ptr() == view.data_ptr()
+        if in_place and self.turns.unstepped and not self.engine.compression.lossless:
+            raise LoopError(
+                f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
+                "gradient again; put all but the last backward into `with run.accumulate():`"
+            )
+        if share == 0.0:
+            view.zero_()
+        elif in_place:
+            view.mul_(share)
+        else:
+            torch.mul(grad, share, out=view)
+        param.grad = view if self.turns.last else None
+        self.here.add(index)
+        self._count(index)
+
+    def _begin(self) -> None:
+        """The first gradient of a backward: the exchange starts with the last carried worker's turn."""
+        self.turns.begin_backward()
+        self.in_backward = True
+        self.here: set[int] = set()
+        self.missing = [len(members) for members in self.members]
+        if self.turns.last:
+            self.engine.begin(self.buckets, self.turns.step)
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _count(self, index: int) -> None:
+        self.order.append(index)
+        bucket = self.bucket_of[index]
+        self.missing[bucket] -= 1
+        if self.missing[bucket] == 0 and self.turns.last:
+            self.engine.ready(bucket)
+
+    def _ended(self) -> None:
+        """The end of a backward: what got no gradient adds nothing; on the last turn, wait for the means."""
+        self.in_backward = False
+        self.local = False
+        self.watch.backward_ended()
+        absent = [i for i in range(len(self.params)) if i not in self.here]
+        if absent and self.unused is False and not self.turns.unstepped:
+            raise LoopError(
+                f"{self.names[absent[0]]} got no gradient at step {self.turns.step + 1}, though at the first step all did; "
+                "pass unused=True to run.distribute() where parameters come and go"
+            )
+        for i in absent:
+            self._stay(i)
+            self._count(i)
+        self.turns.used |= self.here
+        self.buffers.turn_ended(self.turns)
+        if self.turns.last:
+            self.engine.finish()
+            self.engine.transport.spread(self.buffers.tensors)
+            self.buffers.settled()
+            self._settle()
+            self.turns.exchanged()
+        self.watch.exchange_ended()
+        self.turns.next()
+
+    def _stay(self, index: int) -> None:
+        """A parameter without a new gradient: zero, or the mean of an earlier backward of the same step."""
+        view, grad = self.views[self.turns.turn][index], self.params[index].grad
+        if self.turns.unstepped and grad is not None and grad.data_ptr() == view.data_ptr():
+            view.mul_(self.turns.share)
+            self.turns.used.add(index)
+        else:
+            view.zero_()
+
+    def _settle(self) -> None:
+        """`.grad` as one process would have it: the mean, or None for what nobody used."""
+        for name, param in self.frozen:
+            if param.requires_grad and param.grad is not None:
+                raise LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
+        if self.unused is not False:
+            rows = self.engine.transport.tell([int(i in self.turns.used) for i in range(len(self.params))])
+            used = [any(flags) for flags in zip(*rows, strict=True)]
+            if self.unused is None:
+                self.unused = not all(used)
+            for i, param in enumerate(self.params):
+                param.grad = self.views[-1][i] if used[i] else None
+        if self.turns.step == 0 and len(self.members) > 1:
+            self._rearrange()
+        self.order = []
+        self.turns.used = set()
+
+
+def _shaped(part: Tensor, param: Tensor) -> Tensor:
+    """A bucket's range as a gradient, strided like its parameter where that is dense, as autograd wants it."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    return part.as_strided(param.shape, param.stride()) if dense else part.view(param.shape)

@@ -1,0 +1,132 @@
+"""Whose turn it is. The user's loop belongs to one logical worker; a process that carries several runs it for each.
+
+A worker's turn ends with its backward. Only the last turn's backward exchanges gradients, and only then do `step`,
+schedulers, scalers and clipping take effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from weft.errors import LoopError
+from weft.transport.collective import Layout
+
+
+class Turns:
+    """The carried workers' turns within a step: random streams, shares of the batch, and what is complete."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        self.ranks = layout.carried()
+        self.count = len(self.ranks)
+        self.even = 1.0 / layout.workers
+        self.turn = 0
+        self.step = 0
+        self.share = self.even
+        self.accumulating = False
+        self.complete = self.count == 1
+        """Whether `.grad` holds what `step` should use."""
+        self.unstepped = False
+        """Whether an exchange has happened that neither `step` nor `zero_grad` has followed."""
+        self.used: set[int] = set()
+        self.samples = 0
+        self._batch = False
+        self._streams: list[list[torch.Tensor]] = []
+        self._seed = seed
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[self.turn]
+
+    @property
+    def last(self) -> bool:
+        return self.turn == self.count - 1
+
+    def deal(self, share: float, samples: int) -> None:
+        """A batch goes out to the worker whose turn it is."""
+        if self.accumulating and share != self.even:
+            raise LoopError(
+                "a batch inside accumulate() differs in size from its peers; build the loader with drop_last=True"
+            )
+        self.share = share
+        self.samples += samples
+        self._batch = True
+
+    def begin_backward(self) -> None:
+        if self.count > 1 and not self._batch:
+            raise LoopError(
+                "backward ran without a new batch from run.shard(), and this process carries several workers; "
+                "take every batch from run.shard(), and put all but its last backward into `with run.accumulate():`"
+            )
+        if self.turn == 0 and self.count > 1:
+            self.complete = False
+
+    def next(self) -> None:
+        """This worker's turn is over."""
+        self._batch = False
+        self.complete = self.last
+        if self.count > 1:
+            self._streams[self.turn] = _rng_state()
+            self.turn = (self.turn + 1) % self.count
+            _set_rng_state(self._streams[self.turn])
+
+    def exchanged(self) -> None:
+        self.unstepped = True
+
+    def stepped(self) -> None:
+        self.step += 1
+        self.unstepped = False
+        self.samples = 0
+
+    def part_streams(self) -> None:
+        """From here on every logical worker draws random numbers of its own, wherever it is carried."""
+        for rank in reversed(self.ranks):
+            torch.manual_seed(stream_seed(self._seed, rank))
+            self._streams.insert(0, _rng_state())
+
+
+class Buffers:
+    """BatchNorm's and other buffers: after every step all workers have those of logical worker 0.
+
+    Where a process carries several workers, each starts its turn from the same buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors = [buffer for buffer in model.buffers() if buffer is not None]
+        self.start = [buffer.clone() for buffer in self.tensors]
+        self.first = self.start
+
+    def turn_ended(self, turns: Turns) -> None:
+        """Keep what the first turn made of them, unless its batch did not count; give the next one a fresh start."""
+        if turns.count == 1 and turns.share > 0:
+            return
+        if turns.turn == 0:
+            self.first = [b.clone() for b in (self.tensors if turns.share > 0 else self.start)]
+        self._set(self.first if turns.last else self.start)
+
+    def _set(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.tensors, values, strict=True):
+            buffer.copy_(value)
+
+    def settled(self) -> None:
+        """All workers agree on them now."""
+        for mine, buffer in zip(self.start, self.tensors, strict=True):
+            mine.copy_(buffer)
+
+
+def stream_seed(seed: int, rank: int) -> int:
+    """A seed for one worker's random numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=6).digest(), "big")
+
+
+def _rng_state() -> list[torch.Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _set_rng_state(state: list[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])

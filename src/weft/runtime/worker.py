@@ -1,0 +1,282 @@
+"""A training loop, distributed. Read this first.
+
+    run = weft.init()
+    model, optimizer = run.distribute(model, optimizer)
+    for x, y in run.shard(loader):
+        loss = loss_fn(model(x), y)
+        loss.backward()                  # hooks hand gradients to the engine; when it returns, they are the mean
+        optimizer.step(); optimizer.zero_grad()
+        run.log(loss=loss)
+
+Model and optimizer stay the user's own objects: hooks are attached to the parameters (`gradients`), exchanges run
+beside backward (`engine`), batches are dealt to logical workers (`shard`, `turns`), and every step leaves an event
+(`record`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.errors import LoopError, UserError
+from weft.runtime.choose import choose_strategy
+from weft.runtime.clock import Clock
+from weft.runtime.engine import Engine
+from weft.runtime.folder import describe
+from weft.runtime.gradients import Gradients
+from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
+from weft.runtime.shard import Dealer, Shard
+from weft.runtime.turns import Turns
+from weft.runtime.world import World
+from weft.strategy import Strategy
+from weft.transport.collective import Processes
+
+log = logging.getLogger(__name__)
+
+
+def init(
+    strategy: str | Strategy | None = None,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    out: str | Path | None = None,
+) -> Run:
+    """Join the run that this process belongs to; alone, a run of one worker.
+
+    What the command line says (`weft train`) goes before what is said here. `steps` bounds the optimizer steps of
+    `run.shard`; `seed` seeds torch, numpy and random.
+    """
+    global _current
+    if _current is not None:
+        raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
+    env = os.environ
+    _current = Run(
+        world=World.here(),
+        strategy=choose_strategy(strategy),
+        steps=int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps,
+        seed=int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0,
+        device=env.get("WEFT_DEVICE") or device or "auto",
+        out=env.get("WEFT_OUT") or out,
+    )
+    return _current
+
+
+_current: Run | None = None
+
+
+class Run:
+    """One process's part of a training run."""
+
+    def __init__(
+        self, *, world: World, strategy: Strategy, steps: int | None, seed: int, device: str, out: str | Path | None
+    ) -> None:
+        self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
+        self.device = world.device(device)
+        self.folder = Path(out) if out else None
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        world.connect(self.device, timeout_s=float(os.environ.get("WEFT_TIMEOUT_S", 600)))
+        staged = self.device.type == "cuda" and world.shared_gpus
+        self._transport = Processes(strategy.topology, world.layout, staged=staged)
+        self._turns = Turns(world.layout, seed)
+        self._clock = Clock(self.device)
+        self._recorder = self._record()
+        self._watch = Watch(self._clock, self._recorder)
+        self._gradients: Gradients | None = None
+        self._model: nn.Module | None = None
+        self._report: dict[str, Any] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    # --- where I am -------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The logical worker whose turn it is; its data order and random numbers follow from this number."""
+        return self._turns.rank
+
+    @property
+    def workers(self) -> int:
+        return self.world.workers
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that should print and save."""
+        return self.world.process == 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._turns.step
+
+    # --- the three lines --------------------------------------------------------------------------------------------
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False) -> Any:
+        """Make model and optimizer part of the run; returns the same objects.
+
+        `followers` are what steps along: schedulers, a GradScaler. `unused=True` where parameters may get a gradient
+        in one step and none in another.
+        """
+        if self._model is not None:
+            raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
+        self._model = model
+        _check_model(model, optimizer, self)
+        self._transport.spread([*model.parameters(), *model.buffers()])
+        if not self.world.alone:
+            engine = Engine(self.strategy, self._transport, self.device, self.seed)
+            engine.clock = self._clock
+            self._watch.engine = engine
+            self._gradients = Gradients(model, engine, self._turns, self._watch, unused=unused)
+            if hasattr(model, "_orig_mod"):
+                log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
+        if self._recorder and not hasattr(model, "_orig_mod"):
+            model.register_forward_pre_hook(lambda module, _: self._watch.forward_began() if module.training else None)
+            model.register_forward_hook(lambda module, *_: self._watch.forward_ended() if module.training else None)
+        self._patch_optimizer(optimizer)
+        for follower in followers:
+            self._follow(follower)
+        if self._turns.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not followers:
+            raise UserError(
+                "a scheduler follows the optimizer, and this process carries several workers; pass it along: "
+                "model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
+            )
+        self._turns.part_streams()
+        return (model, optimizer, *followers)
+
+    def shard(self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False) -> Shard:
+        """This worker's batches of `loader`, which every process builds alike.
+
+        Batches are dealt to the workers in turn. `epochs=None` goes round until the run's steps are used up.
+        `own=True`: the loader already holds only this worker's data; lengths may differ.
+        """
+        dealer = Dealer(workers=self.workers, turns=self._turns, transport=self._transport, seed=self.seed)
+        return Shard(dealer, loader, epochs, own, lambda: self.steps is not None and self.step >= self.steps)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Values of this step for the run folder; tensors are read later, so the device is not held up."""
+        kept = {key: v.detach() if isinstance(v, Tensor) else v for key, v in values.items()}
+        self._watch.log(kept, self._turns.share)
+
+    # --- what a loop may also need ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward inside adds gradients up locally; the next one outside exchanges the sum."""
+        self._turns.accumulating = True
+        try:
+            yield
+        finally:
+            self._turns.accumulating = False
+
+    def clip(self, norm: float) -> Tensor:
+        """Scale gradients so that their global norm is at most `norm`; returns the norm before."""
+        assert self._model is not None, "run.distribute() comes first"
+        if not self._turns.complete:
+            return torch.zeros(())
+        return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
+
+    def report(self, **values: float | Tensor) -> None:
+        """Final figures for the summary, such as a held-out loss."""
+        self._report |= {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+    def close(self) -> None:
+        """Write what is left and leave the group. Runs at exit by itself."""
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if _current is self:
+            _current = None
+        try:
+            if self._recorder:
+                self._recorder.close()
+            if self._report and self.folder and self.is_main:
+                write_json(self.folder / "report.json", self._report)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Recorder | None:
+        tell = progress_pipe() if self.is_main else None
+        if self.folder is None and tell is None:
+            return None
+        trace = os.environ.get("WEFT_TRACE") == "1"
+        recorder = Recorder(self.folder, self.world.process, self._clock, tell, trace)
+        if self.folder is not None and self.is_main:
+            describe(self.folder, self.strategy, self.world, self.device, self.seed, self.steps)
+        return recorder
+
+    def _patch_optimizer(self, optimizer: Optimizer) -> None:
+        """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
+        step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
+
+        def weft_step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None and not self.world.alone:
+                raise LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
+            if self._gradients is not None and self._gradients.local:
+                raise LoopError(
+                    "step() after a backward inside accumulate() alone; leave the last backward outside of it"
+                )
+            if not turns.complete:
+                return None
+            self._watch.optimizer_began()
+            result = step(closure) if closure is not None else step()
+            samples = turns.samples
+            turns.stepped()
+            self._watch.step_ended(turns.step, samples)
+            return result
+
+        def weft_zero_grad(set_to_none: bool = True) -> None:
+            turns.unstepped = False
+            if self._gradients is not None:
+                self._gradients.local = False
+            zero_grad(set_to_none)
+
+        if hasattr(step, "_wrapped_by_lr_sched"):
+            weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = weft_step  # type: ignore[method-assign]
+        optimizer.zero_grad = weft_zero_grad  # type: ignore[method-assign]
+
+    def _follow(self, follower: Any) -> None:
+        """Schedulers and scalers act only when the optimizer does."""
+        if self._turns.count == 1:
+            return
+        for name in ("step", "update", "unscale_"):
+            act = getattr(follower, name, None)
+            if act is not None:
+                setattr(follower, name, self._when_complete(act))
+
+    def _when_complete(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: act(*args, **kwargs) if self._turns.complete else None
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer, run: Run) -> None:
+    mine = set(model.parameters())
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in mine):
+        raise UserError("the model has no parameter that trains; unfreeze some before run.distribute()")
+    if not all(p in mine for p in theirs):
+        raise UserError("the optimizer steps parameters that are not the model's; put all of them into one nn.Module")
+    wrong = next((p for p in mine if p.device != run.device), None)
+    if wrong is not None and wrong.device.type != run.device.type:
+        raise UserError(f"the model is on {wrong.device}, the run on {run.device}; call model.to(run.device) first")
+    synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if synced and run.workers > 1 and (run._turns.count > 1 or run.device.type == "cpu"):
+        raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")

@@ -1,0 +1,93 @@
+"""Where this process stands: what a launcher (weft, torchrun, Slurm through either) has put into the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import JobError, UserError
+from weft.transport.collective import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all, and the logical workers that they carry."""
+
+    process: int = 0
+    processes: int = 1
+    local_process: int = 0
+    workers: int = 1
+    store: str = ""
+    """A rendezvous file; empty: by the environment's address and port."""
+    shared_gpus: bool = False
+    forced: bool = False
+    """Exchange for real even with nobody else, to measure what that costs."""
+
+    @classmethod
+    def here(cls, env: Mapping[str, str] = os.environ) -> World:
+        try:
+            processes = int(env.get("WORLD_SIZE", 1))
+            world = cls(
+                process=int(env.get("RANK", 0)),
+                processes=processes,
+                local_process=int(env.get("LOCAL_RANK", 0)),
+                workers=int(env.get("WEFT_WORKERS", processes)),
+                store=env.get("WEFT_STORE", ""),
+                shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
+                forced=env.get("WEFT_FORCE") == "1",
+            )
+        except ValueError as error:
+            raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
+        if world.workers < world.processes:
+            raise UserError(f"{world.workers} workers cannot fill {world.processes} processes; use at least one each")
+        return world
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(workers=self.workers, processes=self.processes, process=self.process)
+
+    @property
+    def alone(self) -> bool:
+        """Nothing to exchange with anyone."""
+        return self.workers == 1 and not self.forced
+
+    def device(self, wanted: str) -> torch.device:
+        """The device for `auto`, `cpu` or `cuda`; one GPU per process unless they are shared on purpose."""
+        if wanted not in ("auto", "cpu", "cuda"):
+            raise UserError(f"--device is '{wanted}', but must be auto, cpu or cuda")
+        gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+        if wanted == "cpu" or (wanted == "auto" and not gpus):
+            return torch.device("cpu")
+        if not gpus:
+            raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
+        if self.local_process >= gpus and not self.shared_gpus:
+            raise JobError(
+                f"{self.local_process + 1} or more workers on a machine with {gpus} GPU{'s' * (gpus > 1)}; use fewer "
+                "workers, --device cpu, or --share-gpus (over Gloo, for trying things out)"
+            )
+        return torch.device("cuda", self.local_process % gpus)
+
+    def connect(self, device: torch.device, timeout_s: float) -> None:
+        """Meet the other processes: NCCL between GPUs of their own, Gloo otherwise."""
+        if self.processes == 1 and not self.forced:
+            return
+        backend = "nccl" if device.type == "cuda" and not self.shared_gpus else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if self.store:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            method = f"file://{Path(self.store).absolute()}"
+            rank, size = self.process, self.processes
+        elif "MASTER_ADDR" in os.environ:
+            method, rank, size = "env://", self.process, self.processes
+        else:
+            raise JobError("WORLD_SIZE is set but no rendezvous; start the job with `weft train` or torchrun")
+        dist.init_process_group(
+            backend, init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )

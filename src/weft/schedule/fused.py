@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from weft.ops import Spec
+from weft.schedule import Schedule, Timetable
+from weft.schedule._wave import wave
+from weft.units import Size
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fused(Schedule):
+    """Wait-free backpropagation with small parameters merged into buckets [Sergeev & Del Balso 2018]."""
+
+    bucket: Size = Size(25 * 2**20)
+    """A bucket closes when it holds this much."""
+    first: Size = Size(2**20)
+    """The first bucket closes earlier, so that the wire is not idle while backward starts."""
+
+    def __post_init__(self) -> None:
+        if self.bucket < 1 or self.first < 1:
+            raise ValueError("a bucket holds at least 1B")
+
+    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+        groups: list[list[Spec]] = []
+        room = 0
+        for spec in specs:
+            if room <= 0:
+                room = min(self.first, self.bucket) if not groups else self.bucket
+                groups.append([])
+            groups[-1].append(spec)
+            room -= spec.nbytes
+        return wave(groups, rounds)

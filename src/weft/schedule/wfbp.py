@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from weft.ops import Spec
+from weft.schedule import Schedule, Timetable
+from weft.schedule._wave import wave
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Wfbp(Schedule):
+    """Wait-free backpropagation: each parameter leaves as soon as backward has finished it [Zhang et al. 2017].
+
+    It starts at max(end of the one before, its gradient's time); many small parameters pay the latency each time.
+    """
+
+    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+        return wave([[spec] for spec in specs], rounds)

@@ -1,0 +1,189 @@
+"""A way of distributing training is one value: `Strategy.parse("bsp / ring / error_feedback(topk) / wfbp")`.
+
+It holds one answer to each of the six questions, round-trips through its spelling and through TOML, and is legal or
+refused with a remedy before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.axis import AXES, DEFAULTS, Answer, Raw, catalogue, find, make, parse_raw
+from weft.compression import Compressor
+from weft.errors import Conflict, SpellingError, UserError, nearest
+from weft.optimization import Optimization
+from weft.partition import Partition
+from weft.schedule import Schedule
+from weft.synchrony import Synchrony
+from weft.topology import Topology
+
+
+def default(axis: str) -> Any:
+    """The constant default of one axis."""
+    return make(catalogue(axis)[DEFAULTS[axis]], {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One answer per question."""
+
+    partition: Partition = dataclasses.field(default_factory=lambda: default("partition"))
+    optimization: Optimization = dataclasses.field(default_factory=lambda: default("optimization"))
+    synchrony: Synchrony = dataclasses.field(default_factory=lambda: default("synchrony"))
+    topology: Topology = dataclasses.field(default_factory=lambda: default("topology"))
+    compression: Compressor = dataclasses.field(default_factory=lambda: default("compression"))
+    schedule: Schedule = dataclasses.field(default_factory=lambda: default("schedule"))
+
+    @classmethod
+    def of(cls, *answers: Answer) -> Strategy:
+        """The strategy with these answers, at most one per axis, and defaults elsewhere."""
+        chosen: dict[str, Any] = {}
+        for answer in answers:
+            if answer.axis in chosen:
+                raise SpellingError(
+                    f"'{chosen[answer.axis]}' and '{answer}' both answer {answer.axis}; keep one of them"
+                )
+            chosen[answer.axis] = answer
+        return cls(**chosen)
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read the canonical spelling, or `@file.toml`. Answers may stand in any order."""
+        if text.startswith("@"):
+            return cls.from_toml(_read(Path(text[1:])))
+        raws = [parse_raw(part) for part in text.split("/")]
+        return cls.of(*(raw.build(find(raw.name)) for raw in raws))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Strategy:
+        """Read TOML: one key per axis, a spelling or a table with `name`; or one key `strategy` that holds either."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SpellingError(f"the strategy file is not TOML: {error}") from None
+        return cls.from_table(table.get("strategy", table))
+
+    @classmethod
+    def from_table(cls, table: Any) -> Strategy:
+        """A strategy from parsed TOML or JSON: a spelling, or a table of answers by axis."""
+        if isinstance(table, str):
+            return cls.parse(table)
+        if not isinstance(table, dict):
+            raise SpellingError("a strategy in a file is a text or a table with one entry per question")
+        answers = []
+        for axis, value in table.items():
+            if axis not in AXES:
+                raise SpellingError(f"'{axis}' is not one of the six questions{nearest(axis, AXES)}")
+            raw = parse_raw(value) if isinstance(value, str) else _raw_table(value, axis)
+            known = catalogue(axis)
+            if raw.name not in known:
+                raise SpellingError(f"{axis} has no answer '{raw.name}'{nearest(raw.name, known)}")
+            answers.append(raw.build(known[raw.name]))
+        return cls.of(*answers)
+
+    def __str__(self) -> str:
+        shown = []
+        for axis, answer in self.answers():
+            if axis in ("synchrony", "topology") or str(answer) != DEFAULTS[axis]:
+                shown.append(str(answer))
+        return " / ".join(shown)
+
+    def answers(self) -> Iterator[tuple[str, Answer]]:
+        """The six answers in the order of the questions."""
+        for axis in AXES:
+            yield axis, getattr(self, axis)
+
+    def spelled_out(self) -> dict[str, Any]:
+        """Every answer with every parameter, for files."""
+        return {axis: answer.spelled_out() for axis, answer in self.answers()}
+
+    def to_toml(self) -> str:
+        """Everything written out; `Strategy.from_toml(s.to_toml()) == s`."""
+        lines: list[str] = []
+        for axis, table in self.spelled_out().items():
+            _toml_table(axis, table, lines)
+        return "\n".join(lines).strip() + "\n"
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits of the spelling's hash, for file names."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:8]
+
+    def check(self) -> Strategy:
+        """Itself where legal; else the first conflict is raised, with its remedy."""
+        for conflict in conflicts(self):
+            raise conflict
+        return self
+
+
+def conflicts(strategy: Strategy) -> Iterator[Conflict]:
+    """Every reason why a strategy cannot run. All rules of legality are here; the planner uses the same."""
+    synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
+    if topology.everyone and not synchrony.everyone:
+        yield Conflict(
+            str(synchrony),
+            str(topology),
+            why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
+            instead=f"'bsp / {topology}'; asynchronous workers need a server or gossip, which are not built yet",
+        )
+    layers = list(wrapped(compression))
+    for outer, inner in itertools.pairwise(layers):
+        if outer.name == inner.name:
+            yield Conflict(
+                str(outer),
+                str(inner),
+                why=f"{outer.name} around {inner.name} keeps the same account twice",
+                instead=f"'{inner}'",
+            )
+        if outer.keeps_account and inner.lossless:
+            yield Conflict(
+                str(outer),
+                str(inner),
+                why=f"{inner.name} sends everything, so nothing is ever owed",
+                instead=f"'{inner}' alone, or error_feedback(topk)",
+            )
+
+
+def wrapped(compression: Compressor) -> Iterator[Compressor]:
+    """A compressor and, outside in, what it wraps."""
+    yield compression
+    inner = getattr(compression, "inner", None)
+    if isinstance(inner, Compressor):
+        yield from wrapped(inner)
+
+
+def _raw_table(value: Any, axis: str) -> Raw:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise SpellingError(f"{axis} in a file is a text such as '{DEFAULTS[axis]}' or a table with a name")
+    return Raw(value["name"], {k: v for k, v in value.items() if k != "name"})
+
+
+def _toml_table(path: str, table: dict[str, Any], lines: list[str]) -> None:
+    lines.append(f"\n[{path}]")
+    nested = {k: v for k, v in table.items() if isinstance(v, dict)}
+    for key, value in table.items():
+        if key not in nested:
+            lines.append(f"{key} = {_toml_value(value)}")
+    for key, value in nested.items():
+        _toml_table(f"{path}.{key}", value, lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"the strategy file {path} cannot be read: {reason}; give the path of a TOML file") from None

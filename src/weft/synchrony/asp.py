@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Asp(Synchrony):
+    """Asynchronous: nobody waits, each contribution is applied as it comes [Dean et al. 2012]."""
+
+    everyone: ClassVar[bool] = False
+
+    def may_start(self, me: int, view: View) -> bool:
+        return True
+
+    def quorum(self, view: View) -> int:
+        return 1
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        return grad

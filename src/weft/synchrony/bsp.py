@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bsp(Synchrony):
+    """Bulk synchronous: every step waits for every worker [Valiant 1990]."""
+
+    everyone: ClassVar[bool] = True
+
+    def may_start(self, me: int, view: View) -> bool:
+        return view.clocks[me] == min(view.clocks)
+
+    def quorum(self, view: View) -> int:
+        return len(view.clocks)
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        return grad if staleness == 0 else None

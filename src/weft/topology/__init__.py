@@ -1,0 +1,33 @@
+"""WHO talks to whom?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weft.axis import Answer
+from weft.ops import Collective, Flow, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(Answer, ABC):
+    """Lowers what a compressor asks of everyone to messages between two, and says what that costs."""
+
+    axis: ClassVar[str] = "topology"
+    everyone: ClassVar[bool]
+    """Whether an exchange takes every worker."""
+    exact: ClassVar[bool]
+    """Whether a sum has the same bits on any number of processes, with any buckets and any schedule."""
+
+    @abstractmethod
+    def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
+        """The same operation as Send and Recv; returns the operation's result."""
+
+    @abstractmethod
+    def seconds(self, op: type[Collective], nbytes: int, place: Place) -> float:
+        """Closed form for a payload of `nbytes` per worker: exact where it divides into equal parts."""
+
+    @abstractmethod
+    def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
+        """Bytes that the busiest worker sends."""

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from weft.ops import All, Collective, Flow, Payload, Place, Recv, Scatter, Send, Sum
+from weft.topology import Topology
+from weft.topology._parts import bounds, pairwise, pairwise_seconds
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Direct(Topology):
+    """Everyone sends each owner its share, the owner adds in one fixed binary tree, everyone fetches the sums.
+
+    The bytes of a ring in 2 rounds instead of 2(n-1): 2(a + (n-1)/n S/b). Because the tree is over logical ranks,
+    a sum has the same bits on any number of processes, with any buckets and any schedule.
+    """
+
+    everyone: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+
+    def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
+        n = place.workers
+        if isinstance(op, Scatter):
+            return (yield from pairwise(op, me, place))
+        if isinstance(op, All):
+            return (yield from _to_everyone(op.payload, me, n))
+        assert isinstance(op, Sum)
+        flat = op.payload.reshape(-1)
+        cuts = bounds(flat.numel(), n)
+        got = yield from pairwise(Scatter([(flat[a:b],) for a, b in cuts]), me, place)
+        mine = add_tree({(r, r + 1): part for r, (part,) in enumerate(got)}, 0, n)
+        likes = [(flat[a:b],) for a, b in cuts]
+        sums = yield from _to_everyone((mine,), me, n, likes)
+        return torch.cat([part for (part,) in sums]).reshape(op.payload.shape)
+
+    def seconds(self, op: type[Collective], nbytes: int, place: Place) -> float:
+        n = place.workers
+        if n == 1:
+            return 0.0
+        if op is All:
+            return place.latency_s + (n - 1) * nbytes / place.bytes_per_s
+        return pairwise_seconds(nbytes, place) * (2 if op is Sum else 1)
+
+    def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
+        n = workers
+        return (n - 1) * nbytes if op is All else (2 if op is Sum else 1) * (n - 1) / n * nbytes
+
+
+def _to_everyone(mine: Payload, me: int, n: int, likes: Sequence[Payload] | None = None) -> Flow[list[Payload]]:
+    for k in range(1, n):
+        yield Send((me + k) % n, mine)
+    got: list[Payload] = [()] * n
+    got[me] = mine
+    for k in range(1, n):
+        source = (me - k) % n
+        got[source] = yield Recv(source, likes[source] if likes else mine)
+    return got
+
+
+# --- the tree -------------------------------------------------------------------------------------------------------
+
+
+def split(lo: int, hi: int) -> int:
+    """Where the node over logical ranks [lo, hi) divides: the left side is the largest power of two below."""
+    return lo + (1 << ((hi - lo - 1).bit_length() - 1))
+
+
+def forest(lo: int, hi: int, first: int, last: int) -> list[tuple[int, int]]:
+    """The fewest whole subtrees of the tree over [lo, hi) that cover the ranks [first, last)."""
+    if last <= lo or hi <= first:
+        return []
+    if first <= lo and hi <= last:
+        return [(lo, hi)]
+    mid = split(lo, hi)
+    return forest(lo, mid, first, last) + forest(mid, hi, first, last)
+
+
+def add_tree(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> Tensor:
+    """The sum over [lo, hi), from the subtrees at hand; narrow floats are added in float32 and rounded once."""
+    some = next(iter(nodes.values()))
+    if some.dtype in (torch.float16, torch.bfloat16):
+        return add_tree({k: v.float() for k, v in nodes.items()}, lo, hi).to(some.dtype)
+    return _add(nodes, lo, hi)[0]
+
+
+def _add(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> tuple[Tensor, bool]:
+    """The sum, and whether it is memory of our own that may be added into."""
+    if (lo, hi) in nodes:
+        return nodes[lo, hi], False
+    mid = split(lo, hi)
+    left, ours = _add(nodes, lo, mid)
+    right, _ = _add(nodes, mid, hi)
+    return (left.add_(right) if ours else left + right), True

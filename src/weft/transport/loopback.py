@@ -1,0 +1,41 @@
+"""What operations mean: flows of any number of actors on tensors, in one thread, without time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.ops import All, Collective, Flow, Op, Place, Scatter, Sum
+from weft.topology import Topology
+from weft.topology.direct import add_tree
+from weft.transport._actors import Actors
+
+
+def run(flows: Sequence[Flow[Any]]) -> list[Any]:
+    """Run one flow per actor to the end and return what each returned."""
+    return Actors(flows, deliver=lambda sender, receiver, size, now: (0.0, 0.0), together=meaning).run()
+
+
+def meaning(ops: Sequence[Any]) -> list[Any]:
+    """The definition of the three collectives, given what each worker said."""
+    match ops[0]:
+        case Sum():
+            total = add_tree({(r, r + 1): op.payload for r, op in enumerate(ops)}, 0, len(ops))
+            return [total.clone() for _ in ops]
+        case All():
+            return [[op.payload for op in ops] for _ in ops]
+        case Scatter():
+            return [[op.parts[me] for op in ops] for me in range(len(ops))]
+    raise AssertionError(f"not a collective: {ops[0]}")
+
+
+def lowered(flow: Flow[Any], topology: Topology, me: int, place: Place) -> Flow[Any]:
+    """The same flow with every collective lowered by a topology: the one point where the two compose."""
+    op: Op
+    result: Any = None
+    try:
+        while True:
+            op = flow.send(result)
+            result = (yield from topology.lower(op, me, place)) if isinstance(op, Collective) else (yield op)
+    except StopIteration as stop:
+        return stop.value

@@ -1,0 +1,39 @@
+"""Sizes with units. `Size.parse("25MiB") == 26214400`, and `str` gives the spelling back."""
+
+from __future__ import annotations
+
+import re
+
+from weft.errors import SpellingError
+
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Size(int):
+    """A number of bytes that prints with the largest unit that divides it."""
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        units = {unit.lower(): factor for unit, factor in _BYTES.items()}
+        factor = units.get(match[2].lower()) if match else None
+        if match is None or factor is None or float(match[1]) * factor % 1:
+            raise SpellingError(f"'{text}' is not a size; write a number with a unit, as in 25MiB or 64KB")
+        return cls(float(match[1]) * factor)
+
+    def __str__(self) -> str:
+        for unit in ("GiB", "MiB", "KiB", "GB", "MB", "KB"):
+            if self and self % _BYTES[unit] == 0:
+                return f"{int(self) // _BYTES[unit]}{unit}"
+        return f"{int(self)}B"
+
+    __repr__ = __str__
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people: `3.4 MB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

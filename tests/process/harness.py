@@ -1,0 +1,72 @@
+"""Several processes as one run, started from a fork server that has imported everything already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def spawn(
+    processes: int, function: Callable[..., Any], *args: Any, workers: int | None = None, **env: str
+) -> list[Any]:
+    """Call a module-level function in each process of a run; returns what each returned, in the order of processes.
+
+    `env` are environment variables, as `WEFT_STRATEGY="bsp / ring"`. Raises what the first failing process raised.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for process in range(processes):
+            place = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(processes)}
+            place |= {"WEFT_WORKERS": str(workers or processes), "WEFT_STORE": f"{folder}/store", **env}
+            place |= {"WEFT_TIMEOUT_S": "60"}
+            answer = Path(folder) / f"answer-{process}"
+            children.append((context.Process(target=_child, args=(place, answer, function, args)), answer))
+        for child, _ in children:
+            child.start()
+        for child, _ in children:
+            child.join(TIMEOUT_S)
+        hung = [child for child, _ in children if child.is_alive()]
+        for child in hung:
+            child.kill()
+            child.join()
+        outcomes = [pickle.loads(answer.read_bytes()) if answer.exists() else None for _, answer in children]
+    errors = [outcome for outcome in outcomes if outcome is not None and outcome[0] != "value"]
+    first = next((e for e in errors if e[0] != "PeerLost"), errors[0] if errors else None)
+    if first is not None:
+        raise ChildError(first[0], first[1])
+    if hung or None in outcomes:
+        raise ChildError("Hang" if hung else "Death", f"{len(hung)} of {processes} processes had to be killed")
+    return [outcome[1] for outcome in outcomes if outcome is not None]
+
+
+class ChildError(Exception):
+    """A process of the run failed: `kind` is the exception's class name, the text its traceback."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def _child(env: dict[str, str], answer: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    try:
+        outcome: Any = ("value", function(*args))
+    except BaseException as error:
+        outcome = (type(error).__name__, traceback.format_exc())
+    scratch = answer.with_suffix(".part")
+    scratch.write_bytes(pickle.dumps(outcome))
+    scratch.rename(answer)
+    os._exit(0)

@@ -1,0 +1,133 @@
+"""The systems catalogue as data: shape, vocabulary and uniqueness. Reads JSON only."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+CATALOGUE = Path(__file__).resolve().parents[2] / "src" / "weft" / "systems" / "catalogue.json"
+
+KEYS = ["id", "aliases", "name", "group", "surveys", "status", "strategy", "note"]
+GROUPS = {
+    "servers",
+    "averaging",
+    "synchrony",
+    "collectives",
+    "scheduling",
+    "compression",
+    "partition",
+    "cluster",
+    "infrastructure",
+    "frameworks",
+    "numerics",
+    "benchmarks",
+}
+STATUSES = {"runs", "partly", "planned", "outside"}
+IDENTIFIER = re.compile(r"[a-z0-9_]+")
+
+RUNS = {
+    "baidu_ring": "bsp / ring / sequential",
+    "horovod": "bsp / ring / fused(bucket=64MiB)",
+    "ddp": "bsp / ring",
+    "caffe2": "bsp / halving_doubling / wfbp",
+    "chainermn": "bsp / ring / sequential",
+    "recursive_doubling": "bsp / recursive_doubling",
+    "halving_doubling": "bsp / halving_doubling",
+    "bsp_a2a": "bsp / ring / sequential",
+    "wfbp_a2a": "bsp / ring / wfbp",
+}
+
+TOPOLOGY = r"direct|ring|recursive_doubling|halving_doubling"
+CODEC = r"cast\(dtype=(?:bf16|fp16)\)|topk\(ratio=[0-9.]+\)"
+STRATEGY = re.compile(
+    rf"bsp / (?:{TOPOLOGY})"
+    rf"(?: / (?:{CODEC}|error_feedback\((?:{CODEC})\)))?"
+    r"(?: / (?:sequential|wfbp|fused\(bucket=(?!25MiB\))\d+[KMG]iB\)))?"
+)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return json.loads(CATALOGUE.read_text(encoding="utf-8"))
+
+
+def test_157_rows_one_per_line(rows):
+    assert isinstance(rows, list)
+    assert len(rows) == 157
+    lines = CATALOGUE.read_text(encoding="utf-8").splitlines()
+    assert (lines[0], lines[-1]) == ("[", "]")
+    assert [json.loads(line.rstrip(",")) for line in lines[1:-1]] == rows
+
+
+def test_exact_keys_in_order(rows):
+    for row in rows:
+        assert list(row) == KEYS, row
+
+
+def test_value_types(rows):
+    for row in rows:
+        for key in ("id", "name", "group", "status", "note"):
+            assert isinstance(row[key], str) and row[key].strip() == row[key] != "", (row["id"], key)
+        assert isinstance(row["aliases"], list), row["id"]
+        assert "*" not in row["name"] + row["note"], row["id"]
+
+
+def test_ids_and_aliases_are_well_formed_and_unique(rows):
+    typed = [name for row in rows for name in (row["id"], *row["aliases"])]
+    assert [name for name in typed if not IDENTIFIER.fullmatch(name)] == []
+    assert [name for name, count in Counter(typed).items() if count > 1] == []
+
+
+def test_names_are_unique(rows):
+    assert len({row["name"] for row in rows}) == len(rows)
+
+
+def test_groups(rows):
+    assert {row["group"] for row in rows} == GROUPS
+
+
+def test_statuses(rows):
+    assert {row["status"] for row in rows} == STATUSES
+
+
+def test_surveys(rows):
+    for row in rows:
+        surveys = row["surveys"]
+        assert surveys, row["id"]
+        assert all(type(survey) is int and 1 <= survey <= 4 for survey in surveys), row["id"]
+        assert surveys == sorted(set(surveys)), row["id"]
+
+
+def test_strategy_is_null_exactly_when_nothing_runs(rows):
+    for row in rows:
+        assert (row["strategy"] is None) == (row["status"] in {"planned", "outside"}), row["id"]
+
+
+def test_strategies_use_canonical_spelling(rows):
+    for row in rows:
+        if row["strategy"] is not None:
+            assert STRATEGY.fullmatch(row["strategy"]), (row["id"], row["strategy"])
+
+
+def test_notes(rows):
+    for row in rows:
+        note = row["note"]
+        assert note and note.endswith("."), row["id"]
+        assert len(re.findall(r"\.(?=\s|$)", note)) in (1, 2), row["id"]
+        if row["status"] == "planned":
+            assert re.search(r"(?:^|\. )Needs [^.]+\.$", note), row["id"]
+        if row["status"] == "outside":
+            assert "Outside because" in note, row["id"]
+
+
+@pytest.mark.parametrize("system", sorted(RUNS))
+def test_system_runs(rows, system):
+    found = {row["id"]: row for row in rows}[system]
+    assert found["status"] == "runs"
+    assert found["strategy"] == RUNS[system]
+
+
+def test_no_other_system_claims_to_run(rows):
+    assert {row["id"] for row in rows if row["status"] == "runs"} == set(RUNS)
