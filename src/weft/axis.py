@@ -302,12 +302,12 @@ def _read_answer(tokens: list[tuple[str, Any]], text: str, depth: int) -> Raw:
     if not tokens or tokens[0][0] != "name":
         raise SpellingError(f"'{text.strip()}' lacks the name of an answer; write name(key=value, …)")
     raw = Raw(tokens.pop(0)[1], {})
-    if not tokens or tokens[0] != ("mark", "("):
+    if not _next_is(tokens, "("):
         return raw
     tokens.pop(0)
-    while tokens and tokens[0] != ("mark", ")"):
+    while tokens and not _next_is(tokens, ")"):
         key = ""
-        if len(tokens) > 1 and tokens[0][0] == "name" and tokens[1] == ("mark", "="):
+        if tokens[0][0] == "name" and _next_is(tokens[1:], "="):
             key = tokens[0][1]
             del tokens[:2]
         elif raw.items:
@@ -315,14 +315,18 @@ def _read_answer(tokens: list[tuple[str, Any]], text: str, depth: int) -> Raw:
         if key in raw.items:
             raise SpellingError(f"'{text.strip()}' gives {raw.name} its {key} twice")
         raw.items[key] = _read_value(tokens, text, depth)
-        if tokens and tokens[0] == ("mark", ","):
+        if _next_is(tokens, ","):
             tokens.pop(0)
-        elif not tokens or tokens[0] != ("mark", ")"):
-            break
-    closing = tokens.pop(0)[1] if tokens else None
-    if closing != ")":
+        elif tokens and not _next_is(tokens, ")"):
+            raise SpellingError(f"'{text.strip()}' has '{tokens[0][1]}' where a comma or bracket should stand")
+    if not tokens:
         raise SpellingError(f"'{text.strip()}' lacks a closing bracket after {raw.name}")
+    tokens.pop(0)
     return raw
+
+
+def _next_is(tokens: list[tuple[str, Any]], mark: str) -> bool:
+    return bool(tokens) and tokens[0] == ("mark", mark)
 
 
 def _read_value(tokens: list[tuple[str, Any]], text: str, depth: int) -> Any:

@@ -9,8 +9,10 @@ loopback (what it means), in virtual time (what it costs) and for real.
     serving         Serve, Reply             the other side of a request
 
 A payload is a tuple of tensors. `Sum` adds what everyone gave: gradients are weighted by each worker's share
-*before* they are exchanged, so a sum of shares is the mean and uneven batches need nothing else. An interpreter may
-overwrite the tensor that a `Sum` carries.
+*before* they are exchanged, so a sum of shares is the mean and uneven batches need nothing else.
+
+Memory: a payload that was handed out is not touched again, what is received is read-only, and a `Sum`'s result belongs
+to the flow. An interpreter may put it into the very tensor that the `Sum` carries.
 """
 
 from __future__ import annotations

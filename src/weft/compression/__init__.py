@@ -47,11 +47,14 @@ class Context:
     workers: int
     seed: int = 0
 
-    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
-        """Random numbers that depend on (seed, step, rank, parameter) alone: the same after any restart."""
-        text = f"{self.seed}/{self.step}/{self.rank}/{name}".encode()
+    def generator(self, name: str, *, shared: bool = False) -> torch.Generator:
+        """Random numbers that depend on (seed, step, rank, parameter) alone: the same after any restart.
+
+        `shared=True`: the same on every rank.
+        """
+        text = f"{self.seed}/{self.step}/{'all' if shared else self.rank}/{name}".encode()
         key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        return torch.Generator(device=device).manual_seed(key)
+        return torch.Generator().manual_seed(key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +72,5 @@ class Compressor(Answer, ABC):
         """Yield Sum, All or Scatter until every piece's `mean` (and `owed`, where asked for) is written."""
 
     @abstractmethod
-    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
-        """The same operations as sizes, for a bucket of these parameters."""
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        """The same operations as sizes, for a bucket of these parameters among so many workers."""

@@ -32,5 +32,5 @@ class Cast(Compressor):
             piece.mean.copy_(mean)
         return state
 
-    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         return (Round(Sum, 2 * sum(spec.numel for spec in specs)),)

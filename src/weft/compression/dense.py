@@ -29,5 +29,5 @@ class Dense(Compressor):
                 piece.owed.zero_()
         return state
 
-    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         return (Round(Sum, sum(spec.nbytes for spec in specs)),)

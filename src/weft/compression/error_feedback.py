@@ -33,5 +33,5 @@ class ErrorFeedback(Compressor):
             pieces.append(replace(piece, grad=due, owed=due))
         return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
 
-    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
-        return self.inner.rounds(specs)
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        return self.inner.rounds(specs, workers)

@@ -47,7 +47,7 @@ class Topk(Compressor):
                 piece.mean.index_add_(0, at, value)
         return state
 
-    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         return (Round(All, sum(self._k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)
 
     def _k(self, numel: int) -> int:

@@ -63,8 +63,9 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 
-def warmup_cosine(optimizer: Optimizer, steps: int, floor: float = 0.1) -> LambdaLR:
+def warmup_cosine(optimizer: Optimizer, steps: int | None, floor: float = 0.1) -> LambdaLR:
     """Linear warm-up for a tenth of `steps`, half a cosine down to `floor` of the peak, then flat."""
+    steps = steps or 1
     warmup = max(1, steps // 10)
 
     def factor(step: int) -> float:

@@ -15,7 +15,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Something to be exchanged: started now, finished before step `finish_step` begins."""
+    """Something to be exchanged: it starts now, and its result enters when step `finish_step` has been computed.
+
+    A delta is `state["anchor"] - mine`: the runtime puts the first parameters there, and `merge` may move them.
+    """
 
     what: Literal["gradient", "model", "delta"]
     finish_step: int

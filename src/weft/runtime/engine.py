@@ -52,7 +52,7 @@ class Engine:
 
     def plan(self, specs: Sequence[Spec]) -> Timetable:
         """The timetable for parameters in the order in which backward finishes them."""
-        stages = self.transport.stages(self.compression.rounds(specs))
+        stages = self.transport.stages(self.compression.rounds(specs, self.transport.layout.workers))
         return self.schedule.timetable(specs, stages)
 
     def begin(self, buckets: Sequence[Sequence[Bucket]], step: int) -> None:

@@ -82,7 +82,7 @@ class Gradients:
         assert grad is not None
         if grad.is_sparse:
             raise LoopError(
-                f"{self.names[index]} has a sparse gradient, which no bucket can hold; build its layer with sparse=False"
+                f"{self.names[index]} has a sparse gradient, which no bucket holds; build its layer with sparse=False"
             )
         if grad.requires_grad:
             raise LoopError(
@@ -135,7 +135,7 @@ class Gradients:
         absent = [i for i in range(len(self.params)) if i not in self.here]
         if absent and self.unused is False and not self.turns.unstepped:
             raise LoopError(
-                f"{self.names[absent[0]]} got no gradient at step {self.turns.step + 1}, though at the first step all did; "
+                f"{self.names[absent[0]]} had no gradient at step {self.turns.step + 1}, though all had one at first; "
                 "pass unused=True to run.distribute() where parameters come and go"
             )
         for i in absent:

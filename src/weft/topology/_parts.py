@@ -56,5 +56,5 @@ def unfold(result: Payload, me: int, place: Place) -> Flow[Payload]:
         got: Payload = yield Recv(me - core, result)
         return got
     if me + core < place.workers:
-        yield Send(me + core, result)
+        yield Send(me + core, tuple(part.clone() for part in result))
     return result

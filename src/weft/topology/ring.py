@@ -39,7 +39,7 @@ class Ring(Topology):
             (got_part,) = yield Recv(left, (parts[(me - k - 1) % n],))
             parts[(me - k - 1) % n] += got_part
         for k in range(n - 1):
-            yield Send(right, (parts[(me - k + 1) % n],))
+            yield Send(right, (parts[(me - k + 1) % n].clone(),))
             (got_part,) = yield Recv(left, (parts[(me - k) % n],))
             parts[(me - k) % n].copy_(got_part)
         return flat.reshape(op.payload.shape)

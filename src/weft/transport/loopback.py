@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weft.errors import WeftError
 from weft.ops import All, Collective, Flow, Op, Place, Scatter, Sum
 from weft.topology import Topology
 from weft.topology.direct import add_tree
@@ -18,6 +19,8 @@ def run(flows: Sequence[Flow[Any]]) -> list[Any]:
 
 def meaning(ops: Sequence[Any]) -> list[Any]:
     """The definition of the three collectives, given what each worker said."""
+    if len({(type(op), tuple(_sizes(op))) for op in ops}) > 1:
+        raise WeftError(f"workers state different collectives: {[(type(op).__name__, *_sizes(op)) for op in ops]}")
     match ops[0]:
         case Sum():
             total = add_tree({(r, r + 1): op.payload for r, op in enumerate(ops)}, 0, len(ops))
@@ -27,6 +30,18 @@ def meaning(ops: Sequence[Any]) -> list[Any]:
         case Scatter():
             return [[op.parts[me] for op in ops] for me in range(len(ops))]
     raise AssertionError(f"not a collective: {ops[0]}")
+
+
+def _sizes(op: Any) -> list[int]:
+    """What must be equal on all workers: a sum's or a gathered payload's sizes, the number of parts."""
+    match op:
+        case Sum(payload):
+            return list(payload.shape)
+        case All(payload):
+            return [part.numel() for part in payload]
+        case Scatter(parts):
+            return [len(parts)]
+    raise AssertionError(f"not a collective: {op}")
 
 
 def lowered(flow: Flow[Any], topology: Topology, me: int, place: Place) -> Flow[Any]:

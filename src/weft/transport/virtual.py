@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from weft.errors import WeftError
 from weft.ops import All, Collective, Flow, Place, Scatter, Sum
 from weft.topology import Topology
 from weft.transport._actors import Actors
-from weft.transport.loopback import meaning
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,13 @@ def run(flows: Sequence[Flow[Any]], place: Place) -> Outcome:
         enters[receiver] = max(leaves[sender] + place.latency_s, enters[receiver] + wire_s)
         return leaves[sender], enters[receiver]
 
-    actors = Actors(flows, deliver, meaning)
+    actors = Actors(flows, deliver, _unlowered)
     results = actors.run()
     return Outcome(results, max(actors.clock), actors.sent_bytes)
+
+
+def _unlowered(ops: list[Any]) -> list[Any]:
+    raise WeftError(f"{type(ops[0]).__name__} has no price before a topology has lowered it")
 
 
 def cost(topology: Topology, op: type[Collective], numel: int, place: Place) -> Outcome:
