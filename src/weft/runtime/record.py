@@ -118,6 +118,8 @@ class Recorder:
         self.folder, self.process, self.clock, self.tell = folder, process, clock, tell
         self.pending: list[tuple[int, dict[str, Any], float, int, Values]] = []
         self.trace: list[tuple[int, dict[str, Any]]] | None = [] if trace else None
+        self.about: dict[str, Any] = {}
+        """What progress needs to know beside the event."""
         self._flushed = time.monotonic()
         self._file = None
         if folder is not None:
@@ -140,7 +142,7 @@ class Recorder:
                 self._file.write("".join(json.dumps(event) + "\n" for event in events))
                 self._file.flush()
         if self.tell and events:
-            self.tell(events[-1])
+            self.tell(events[-1] | self.about)
 
     def close(self) -> None:
         self.flush()

@@ -59,9 +59,10 @@ def init(
     What the command line says (`weft train`) goes before what is said here. `steps` bounds the optimizer steps of
     `run.shard`; `seed` seeds torch, numpy and random.
     """
-    global _current
+    global _current, joined
     if _current is not None:
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
+    joined = True
     env = os.environ
     _current = Run(
         world=World.here(),
@@ -75,6 +76,14 @@ def init(
 
 
 _current: Run | None = None
+joined = False
+"""Whether this process has ever called init."""
+
+
+def close() -> None:
+    """Close the present run, if there is one."""
+    if _current is not None:
+        _current.close()
 
 
 class Run:
@@ -219,6 +228,7 @@ class Run:
             return None
         trace = os.environ.get("WEFT_TRACE") == "1"
         recorder = Recorder(self.folder, self.world.process, self._clock, tell, trace)
+        recorder.about = {"steps": self.steps, "workers": self.world.processes}
         if self.folder is not None and self.is_main:
             describe(self.folder, self.strategy, self.world, self.device, self.seed, self.steps)
         return recorder

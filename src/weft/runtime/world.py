@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,13 +85,35 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.store:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
             method = f"file://{Path(self.store).absolute()}"
             rank, size = self.process, self.processes
         elif "MASTER_ADDR" in os.environ:
             method, rank, size = "env://", self.process, self.processes
+            name = interface_towards(os.environ["MASTER_ADDR"])
+            if name:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         else:
             raise JobError("WORLD_SIZE is set but no rendezvous; start the job with `weft train` or torchrun")
         dist.init_process_group(
             backend, init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface whose address this machine uses to reach a host; None where that cannot be told."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:
+                    continue
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,68 @@
+"""The command line. Every command is a thin shell around a function that can be called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from weft.errors import UserError
+from weft.runtime.launch import JobFailedError
+
+EXAMPLES = """\
+Weft: a way of distributing PyTorch training is one value.
+
+  weft train text -n 2                                        train a bundled GPT on two local workers
+  weft train job.py -n 4 --strategy "bsp / ring / cast"       your own script, another way
+  weft check "asp / ring"                                     explain a strategy, or say why it cannot be
+  weft train wide -n 4 --system horovod                       the way a published system does it
+  weft doctor                                                 what this machine can do
+
+`weft --help` lists all commands, `weft COMMAND --help` their options.
+"""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS = ("train", "check", "answers", "systems", "export", "doctor")
+
+
+@app.callback(invoke_without_command=True)
+def weft(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+) -> None:
+    """A way of distributing PyTorch training is one value: run it, compare it, name it after a published system."""
+    if version:
+        from weft import __version__
+
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(EXAMPLES, nl=False)
+
+
+def main() -> None:
+    """Entry point: bad input is one sentence and status 2, never a traceback."""
+    for name in COMMANDS:
+        importlib.import_module(f"weft.cli.{name}")
+    try:
+        app()
+    except UserError as error:
+        sys.stderr.write(f"weft: {error}\n")
+        sys.exit(2)
+    except JobFailedError as error:
+        sys.stderr.write(f"weft: {error}\n" if error.status == 2 else f"weft: {error}\n\n{error.traceback}")
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        sys.stderr.write("weft: stopped\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,48 @@
+"""How results reach a person or a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import JobError
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON to a file, or - for stdout.")
+]
+
+
+def console(target: str | None) -> Console:
+    """Where people read: standard output, unless that carries JSON."""
+    return Console(stderr=target == "-", highlight=False, soft_wrap=True)
+
+
+def emit(result: dict[str, Any], target: str | None) -> None:
+    """Write a result as JSON, if that was asked for."""
+    if target is None:
+        return
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"--json {target} cannot be written: {error.strerror}; give another file, or -") from None
+
+
+def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A plain table."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*(str(cell) for cell in row))
+    console.print(shown)

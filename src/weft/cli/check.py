@@ -1,0 +1,48 @@
+"""`weft check`: a strategy in words, or why it cannot be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli import app
+from weft.cli._show import JsonOption, console, emit, table
+from weft.strategy import Strategy
+
+QUESTIONS = {
+    "partition": "where the model lives",
+    "optimization": "whose optimizer steps",
+    "synchrony": "when a worker may go on",
+    "topology": "who talks to whom",
+    "compression": "what goes on the wire",
+    "schedule": "in which order it leaves",
+}
+
+
+@app.command()
+def check(
+    strategy: Annotated[str, typer.Argument(help='A strategy, as in "bsp / ring / wfbp", or @file.toml.')],
+    json: JsonOption = None,
+) -> None:
+    """Explain a strategy in words, or say why it cannot be and what could."""
+    value = Strategy.parse(strategy).check()
+    rows = [
+        {"question": QUESTIONS[axis], "axis": axis, "answer": str(answer), "meaning": answer.summary}
+        for axis, answer in value.answers()
+    ]
+    emit({"strategy": str(value), "exact": value.topology.exact, "kind": kind(value), "rows": rows}, json)
+    out = console(json)
+    out.print(f"{value}\n")
+    table(out, ["question", "answer", "meaning"], [[r["question"], r["answer"], r["meaning"]] for r in rows])
+    out.print(f"\n{kind(value)}")
+
+
+def kind(strategy: Strategy) -> str:
+    """How far results can be relied on to repeat."""
+    if strategy.topology.exact:
+        return "Results are the same bits on any number of processes, with any buckets and any schedule."
+    return (
+        "Replicas agree and a run repeats exactly on the same layout; another number of processes or other buckets "
+        "give other last bits. `direct` does not have this limit."
+    )

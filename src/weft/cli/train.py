@@ -1,0 +1,162 @@
+"""`weft train`: run a job under a strategy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from weft import systems
+from weft.cli import app
+from weft.cli._show import JsonOption, console, emit, table
+from weft.errors import UserError
+from weft.runtime.choose import choose_strategy
+from weft.runtime.folder import summary
+from weft.runtime.launch import JobFailedError, Launch, find_job, launch
+from weft.strategy import Strategy
+from weft.units import bytes_text
+
+_PLAIN_EVERY_S = 2.0
+
+
+@app.command(context_settings={"allow_interspersed_args": True})
+def train(
+    job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Options of the job itself, after --.")] = None,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Logical workers, in all.")] = 1,
+    strategy: Annotated[str | None, typer.Option(help='As in "bsp / ring / wfbp", or @file.toml.')] = None,
+    system: Annotated[str | None, typer.Option(help="A surveyed system's strategy (see `weft systems`).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of torch, numpy, random and the data order.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; by default a new one in runs/.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that carry the workers; one each by default.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machines meet: on node 0.")] = "",
+    share_gpus: Annotated[bool, typer.Option("--share-gpus", help="Several processes on one GPU, over Gloo.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Train JOB on several workers under a strategy, and record the run in a folder."""
+    show = console(json)
+    path = find_job(job)
+    chosen = _strategy(strategy, system)
+    shown = chosen or choose_strategy(None, path)
+    shown.check()
+    folder = _folder(out, path, shown)
+    spec = Launch(
+        job=job,
+        args=tuple(args or ()),
+        workers=workers,
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        strategy=chosen,
+        steps=steps,
+        seed=seed,
+        device=device,
+        out=folder,
+        trace=trace,
+        share_gpus=share_gpus,
+    )
+    fresh = not folder.exists()
+    show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}, {shown}")
+    try:
+        with _Bar(show, steps) as bar:
+            launch(spec, bar.line, bar.progress)
+        if node_rank > 0:
+            return
+        row = summary(folder)
+    except (UserError, JobFailedError):
+        _tidy(folder, fresh)
+        raise
+    emit(row | {"rows": [row]}, json)
+    _print_summary(show, row)
+
+
+def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
+    if strategy is not None and system is not None:
+        raise UserError("--strategy and --system both name a strategy; give one of them")
+    if system is not None:
+        return systems.strategy(system)
+    return Strategy.parse(strategy) if strategy is not None else None
+
+
+def _folder(out: Path | None, job: Path, strategy: Strategy) -> Path:
+    """The folder that was asked for, if it holds no run yet; else the next free one in runs/."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"--out {out} exists and is not an empty folder; give a new one, runs are not overwritten")
+        return out
+    name = f"{job.stem}-{strategy.digest}"
+    numbers = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in range(1, 100_000))
+    return next(folder for folder in numbers if not folder.exists())
+
+
+def _tidy(folder: Path, fresh: bool) -> None:
+    """A folder that was made for a run without a single step goes away with it."""
+    if not fresh or not folder.is_dir() or any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
+        return
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    if folder.parent == Path("runs") and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def _print_summary(show: Console, row: dict[str, Any]) -> None:
+    spread = f"{row['step_s'] * 1e3:.1f} ms (interquartile range {row['step_s_spread'] * 1e3:.1f})"
+    lines = [("step", spread), ("samples/s", f"{row['samples_per_s']:.1f}")]
+    lines += [("sent by a worker per step", bytes_text(row["wire_bytes_worker"]))]
+    if row["final_loss"] is not None:
+        lines.append(("final loss", f"{row['final_loss']:.4f}"))
+    lines += [(key.replace("_", " "), f"{value:.4f}") for key, value in row.get("report", {}).items()]
+    lines.append(("folder", row["folder"]))
+    table(show, [f"{row['steps']} steps", ""], lines)
+
+
+class _Bar:
+    """Progress: a bar on a terminal, plain lines elsewhere; the workers' own lines carry their rank."""
+
+    def __init__(self, show: Console, steps: int | None) -> None:
+        self.show, self.steps, self.told = show, steps, 0.0
+        self.bar = Progress(
+            TextColumn("step {task.completed:.0f}" + (f"/{steps}" if steps else "")),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=show,
+            disable=not show.is_terminal,
+        )
+        self.task = self.bar.add_task("starting", total=steps)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def line(self, rank: int, text: str) -> None:
+        self.show.print(f"[{rank}] {text}", markup=False)
+
+    def progress(self, event: dict[str, Any]) -> None:
+        step_s = event["step_s"] or 1e-9
+        loss = f"loss {event['loss']:.4f}, " if isinstance(event.get("loss"), float) else ""
+        rates = f"{event['samples'] * event['workers'] / step_s:.0f} samples/s, "
+        rates += f"{bytes_text(event['wire_bytes'] / step_s)}/s"
+        if self.show.is_terminal:
+            self.bar.update(self.task, completed=event["step"], total=event["steps"], description=loss + rates)
+        elif time.monotonic() - self.told > _PLAIN_EVERY_S:
+            self.told = time.monotonic()
+            left = f", {(event['steps'] - event['step']) * step_s:.0f} s left" if event["steps"] else ""
+            of = f"/{event['steps']}" if event["steps"] else ""
+            self.show.print(f"step {event['step']}{of}: {loss}{rates}{left}", markup=False)

@@ -1,0 +1,308 @@
+"""Starts a run's processes on this machine, relays what they say, and ends them all when one fails.
+
+Nothing is left behind: no process (they die with the launcher, even by SIGKILL), no port, no temporary file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from weft import jobs
+from weft.errors import JobError, UserError, WeftError, nearest
+from weft.strategy import Strategy
+
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to run, how, and where."""
+
+    job: str
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    processes: int | None = None
+    """How many processes carry the workers, in all; None: one each."""
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
+    strategy: Strategy | None = None
+    steps: int | None = None
+    seed: int | None = None
+    device: str = "auto"
+    out: Path | None = None
+    trace: bool = False
+    share_gpus: bool = False
+
+    def checked(self) -> Launch:
+        """Itself, or one sentence about what cannot be."""
+        count = self.processes if self.processes is not None else self.workers
+        if self.workers < 1:
+            raise UserError(f"-n is {self.workers}, but a run has at least one worker")
+        if not 1 <= count <= self.workers:
+            raise UserError(f"--processes is {count}, but must lie between 1 and the {self.workers} workers")
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps is {self.steps}, but a run takes at least one step")
+        if self.nodes < 1 or not 0 <= self.node_rank < self.nodes:
+            raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
+        if self.nodes > 1 and not self.rendezvous:
+            raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
+        if count % self.nodes:
+            raise UserError(f"{count} processes cannot be divided among {self.nodes} nodes; choose a multiple")
+        gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
+        here = count // self.nodes
+        if self.device == "cuda" and not gpus:
+            raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
+        if gpus and here > gpus and not self.share_gpus:
+            raise JobError(
+                f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
+                "or --share-gpus (over Gloo, for trying things out)"
+            )
+        return self
+
+
+def find_job(name: str) -> Path:
+    """The script of a bundled job or a path; it must exist and parse."""
+    path = jobs.path(name) or Path(name)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise JobError(
+            f"the job {name} {what}; give a script, or a bundled job: {', '.join(jobs.names())}{_meant(name)}"
+        )
+    try:
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    except SyntaxError as error:
+        raise JobError(f"the job {name} does not parse: line {error.lineno}: {error.msg}; mend it first") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise JobError(f"the job {name} cannot be read: {error}; give a Python script") from None
+    return path
+
+
+def _meant(name: str) -> str:
+    hint = nearest(name, jobs.names())
+    return hint if "did you mean" in hint else ""
+
+
+class JobFailedError(WeftError):
+    """A process of the run failed: what it was, its own traceback, and the exit status to leave with."""
+
+    def __init__(self, message: str, traceback: str, status: int) -> None:
+        super().__init__(message)
+        self.traceback, self.status = traceback, status
+
+
+@dataclass
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    rest: dict[int, bytes] = field(default_factory=dict)
+    ended: bool = False
+
+
+def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
+    """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
+    spec = spec.checked()
+    job = find_job(spec.job)
+    folder = Path(tempfile.mkdtemp(prefix="weft-"))
+    children: list[_Child] = []
+    try:
+        with _meeting_point(spec, folder) as meeting:
+            progress, progress_in = os.pipe()
+            try:
+                for child in _start(spec, job, folder, meeting, progress_in):
+                    children.append(child)
+            finally:
+                os.close(progress_in)
+            with os.fdopen(progress, "rb", buffering=0) as pipe:
+                _attend(children, pipe, on_line, on_progress)
+            _judge(children, folder)
+    finally:
+        _end(children)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
+    count = spec.processes if spec.processes is not None else spec.workers
+    here = count // spec.nodes
+    threads = max(1, (os.cpu_count() or 1) // here)
+    for local in range(here):
+        rank = spec.node_rank * here + local
+        env = os.environ | meeting
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
+        env |= {"WEFT_WORKERS": str(spec.workers), "WEFT_WORD": str(folder), "WEFT_DEVICE": spec.device}
+        env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        env |= {"WEFT_LAUNCHER": str(int(os.getpid() == 1))}
+        said = {
+            "WEFT_CLI_STRATEGY": str(spec.strategy) if spec.strategy else None,
+            "WEFT_STEPS": spec.steps,
+            "WEFT_SEED": spec.seed,
+            "WEFT_OUT": spec.out,
+            "WEFT_TRACE": "1" if spec.trace else None,
+            "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
+            "WEFT_PROGRESS_FD": progress if rank == 0 else None,
+        }
+        for key, value in said.items():
+            env.pop(key, None)
+            if value is not None:
+                env[key] = str(value)
+        command = [sys.executable, "-m", "weft.runtime.child", str(job), *spec.args]
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[progress] if rank == 0 else [],
+        )
+        yield _Child(rank, process)
+
+
+@contextmanager
+def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
+    """Where processes meet: a file on one machine, a store that listens on the one address given on several."""
+    if spec.nodes == 1:
+        yield {"WEFT_STORE": str(folder / "store")}
+        return
+    host, _, port = spec.rendezvous.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"--rendezvous is '{spec.rendezvous}', but must be HOST:PORT, as in 10.0.0.1:29500")
+    there = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
+    if spec.node_rank > 0:
+        yield there
+        return
+    with _listening(host, int(port)) as listener:
+        store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        yield there
+        del store
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        remedy = "another port" if "in use" in str(error) else "an address of this machine"
+        raise JobError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}"
+        ) from None
+    return listener
+
+
+def _attend(
+    children: list[_Child],
+    progress: IO[bytes],
+    on_line: Callable[[int, str], None],
+    on_progress: Callable[[dict[str, Any]], None],
+) -> None:
+    """Relay output until every process has ended, or one has failed."""
+    pipes = selectors.DefaultSelector()
+    told = b""
+    pipes.register(progress, selectors.EVENT_READ, None)
+    for child in children:
+        for pipe in (child.process.stdout, child.process.stderr):
+            assert pipe is not None
+            pipes.register(pipe, selectors.EVENT_READ, child)
+    while any(not child.ended for child in children):
+        for key, _ in pipes.select(timeout=0.1):
+            chunk = os.read(key.fd, 65536)
+            speaker: _Child | None = key.data
+            if not chunk:
+                pipes.unregister(key.fileobj)
+            if speaker is None:
+                *lines, told = (told + chunk).split(b"\n")
+                for line in lines:
+                    on_progress(json.loads(line))
+            else:
+                _relay(speaker, key.fd, chunk, on_line)
+        for child in children:
+            child.ended = child.ended or child.process.poll() is not None
+        if any(child.process.returncode for child in children):
+            time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
+            _drain(children, pipes, on_line)
+            return
+    _drain(children, pipes, on_line)
+
+
+def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
+    """What is still in the pipes of processes that have ended."""
+    for key in list(pipes.get_map().values()):
+        if key.data is not None and key.data.process.poll() is not None:
+            while chunk := os.read(key.fd, 65536):
+                _relay(key.data, key.fd, chunk, on_line)
+            _relay(key.data, key.fd, b"", on_line)
+
+
+def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
+    *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
+    if not chunk and rest:
+        lines, rest = [*lines, rest], b""
+    child.rest[fd] = rest
+    for line in lines:
+        on_line(child.rank, line.decode(errors="replace"))
+
+
+def _judge(children: list[_Child], folder: Path) -> None:
+    """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
+    words = {}
+    for child in children:
+        status = child.process.poll()
+        file = folder / f"{child.rank}.json"
+        if file.exists():
+            words[child.rank] = json.loads(file.read_text(encoding="utf-8"))
+        elif status:
+            what = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
+            words[child.rank] = {"kind": "Death", "message": what, "traceback": "", "user": False, "time": 0.0}
+    if not words:
+        return
+    rank = min(words, key=lambda rank: (words[rank]["kind"] == "PeerLost", words[rank]["time"]))
+    word = words[rank]
+    text = word["message"] if word["user"] else f"process {rank} of the run failed: {word['kind']}: {word['message']}"
+    if word["kind"] == "Death":
+        text = f"process {rank} of the run {word['message']}; the others were stopped"
+    raise JobFailedError(text, word["traceback"], 2 if word["user"] else 1)
+
+
+def _end(children: list[_Child]) -> None:
+    """Ask, wait, and then insist; each process leads a session, so its own children go with it."""
+    for number, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        alive = [child for child in children if child.process.poll() is None]
+        for child in alive:
+            _signal_group(child, number)
+        until = time.monotonic() + patience
+        while alive and time.monotonic() < until:
+            alive = [child for child in alive if child.process.poll() is None]
+            time.sleep(0.02)
+    for child in children:
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+        for pipe in (child.process.stdout, child.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def _signal_group(child: _Child, number: signal.Signals) -> None:
+    try:
+        os.killpg(child.process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # already gone

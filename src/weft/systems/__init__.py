@@ -1,0 +1,63 @@
+"""The surveyed systems as named strategies: which of them run, and what the others still need."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.errors import UserError, nearest
+from weft.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One surveyed system. `strategy` is None unless it runs, at least partly."""
+
+    id: str
+    aliases: tuple[str, ...]
+    name: str
+    group: str
+    surveys: tuple[int, ...]
+    status: Literal["runs", "partly", "planned", "outside"]
+    strategy: str | None
+    note: str
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@functools.cache
+def catalogue() -> tuple[System, ...]:
+    """All 157, in the order of the surveys' groups."""
+    rows = json.loads((Path(__file__).parent / "catalogue.json").read_text(encoding="utf-8"))
+    return tuple(System(**row | {k: tuple(row[k]) for k in ("aliases", "surveys")}) for row in rows)
+
+
+def find(name: str) -> System:
+    """The system with this id or alias."""
+    known = dict(_names())
+    if name not in known:
+        raise UserError(f"there is no system '{name}'{nearest(name, known) if name else '; see `weft systems`'}")
+    return known[name]
+
+
+def strategy(name: str) -> Strategy:
+    """The strategy that a system's name stands for, or why there is none yet."""
+    system = find(name)
+    if system.strategy is None:
+        runnable = sorted(each.id for each in catalogue() if each.strategy)
+        reason = (
+            "lies outside of what Weft trains" if system.status == "outside" else "is planned, but does not run yet"
+        )
+        raise UserError(f"{system.name} {reason}: {system.note} These run: {', '.join(runnable)}.")
+    return Strategy.parse(system.strategy)
+
+
+def _names() -> Iterator[tuple[str, System]]:
+    for system in catalogue():
+        for name in (system.id, *system.aliases):
+            yield name, system
