@@ -22,7 +22,7 @@ def spawn(
     `env` are environment variables, as `WEFT_STRATEGY="bsp / ring"`. Raises what the first failing process raised.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed"])
+    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for process in range(processes):

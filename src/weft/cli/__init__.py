@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 import typer
@@ -52,6 +53,7 @@ def main() -> None:
     """Entry point: bad input is one sentence and status 2, never a traceback."""
     for name in COMMANDS:
         importlib.import_module(f"weft.cli.{name}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except UserError as error:

@@ -1,1 +1,29 @@
-"""`weft doctor`."""
+"""`weft doctor`: what this machine can do."""
+
+from __future__ import annotations
+
+import typer
+from rich.markup import escape
+
+from weft.cli import app
+from weft.cli._checks import run_checks
+from weft.cli._show import JsonOption, console, emit, table
+
+
+@app.command()
+def doctor(json: JsonOption = None) -> None:
+    """Look at this machine: what training needs, what is useful, and what to do where something is missing."""
+    checks = run_checks()
+    wrong = [each for each in checks if not each.ok]
+    fit = not any(each.required for each in wrong)
+    rows = [{"check": each.check, "ok": each.ok, "found": each.found, "remedy": each.remedy} for each in checks]
+    emit({"ok": fit, "rows": rows}, json)
+    out = console(json)
+    shown = [[each.check, "ok" if each.ok else "!!", escape(each.found)] for each in checks]
+    table(out, ["check", "", "found"], shown)
+    for each in wrong:
+        word = "" if each.required else " (optional)"
+        out.print(f"\n!! {each.check}{word}: {each.remedy}", markup=False)
+    out.print("\nThis machine can train." if fit else "\nThis machine cannot train yet; see above.")
+    if not fit:
+        raise typer.Exit(1)

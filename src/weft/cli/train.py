@@ -14,7 +14,7 @@ from weft import systems
 from weft.cli import app
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import UserError
-from weft.runtime.choose import choose_strategy
+from weft.runtime.choose import DEFAULT, winner
 from weft.runtime.folder import summary
 from weft.runtime.launch import JobFailedError, Launch, find_job, launch
 from weft.strategy import Strategy
@@ -48,9 +48,8 @@ def train(
     show = console(json)
     path = find_job(job)
     chosen = _strategy(strategy, system)
-    shown = chosen or choose_strategy(None, path)
-    shown.check()
-    folder = _folder(out, path, shown)
+    source, known = ("the command line", chosen) if chosen else winner(None, path)
+    folder = _folder(out, path, known.check())
     spec = Launch(
         job=job,
         args=tuple(args or ()),
@@ -66,9 +65,9 @@ def train(
         out=folder,
         trace=trace,
         share_gpus=share_gpus,
-    )
+    ).checked()
     fresh = not folder.exists()
-    show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}, {shown}")
+    show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
     try:
         with _Bar(show, steps) as bar:
             launch(spec, bar.line, bar.progress)
@@ -78,6 +77,8 @@ def train(
     except (UserError, JobFailedError):
         _tidy(folder, fresh)
         raise
+    if out is None and row["strategy"] != str(known):  # the job itself chose: the folder is named after its choice
+        row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
     emit(row | {"rows": [row]}, json)
     _print_summary(show, row)
 

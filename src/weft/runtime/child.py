@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import runpy
 import signal
@@ -26,6 +27,9 @@ def die_with_parent() -> None:
 
 def main() -> None:
     die_with_parent()
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("weft").setLevel(level)
     job = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(job).absolute().parent)

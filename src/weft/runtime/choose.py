@@ -13,15 +13,18 @@ from weft.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
+DEFAULT = "the default"
 
-def choose_strategy(called: str | Strategy | None, job: Path | None = None) -> Strategy:
+
+def choose_strategy(called: str | Strategy | None) -> Strategy:
     """The winner, logged with where it came from."""
-    source, strategy = _winner(called, job)
+    source, strategy = winner(called)
     log.info("strategy: %s (from %s)", strategy, source)
     return strategy
 
 
-def _winner(called: str | Strategy | None, job: Path | None) -> tuple[str, Strategy]:
+def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str, Strategy]:
+    """Where the strategy comes from, and the strategy itself."""
     if spelled := os.environ.get("WEFT_CLI_STRATEGY"):
         return "the command line", Strategy.parse(spelled)
     if spelled := os.environ.get("WEFT_STRATEGY"):
@@ -36,4 +39,4 @@ def _winner(called: str | Strategy | None, job: Path | None) -> tuple[str, Strat
             return str(beside), Strategy.from_table(table["strategy"])
     if called is not None:
         return "weft.init()", called if isinstance(called, Strategy) else Strategy.parse(called)
-    return "the default", Strategy()
+    return DEFAULT, Strategy()

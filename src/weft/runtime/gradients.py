@@ -88,11 +88,29 @@ class Gradients:
             raise LoopError(
                 "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
             )
+        if not self.local and not self.in_backward:
+            self._check_start(index)
         if self.turns.accumulating:
+            self.turns.accumulated()
             self.local = True
             return
         if not self.in_backward:
             self._begin()
+        self.here.add(index)
+        self._put(index, grad)
+
+    def _check_start(self, index: int) -> None:
+        """What is left in `.grad` when the first of several carried workers starts would count for that one alone."""
+        if self.turns.count == 1 or self.turns.turn:
+            return
+        if any(p.grad is not None and p.grad.any() for i, p in enumerate(self.params) if i != index):
+            raise LoopError(
+                "gradients of an earlier step are still there, and this process carries several workers; "
+                "call optimizer.zero_grad() in every step"
+            )
+
+    def _put(self, index: int, grad: Tensor) -> None:
+        """Weigh a gradient into the bucket of the worker whose turn it is."""
         view, share = self.views[self.turns.turn][index], self.turns.share
         in_place = grad.data_ptr() == view.data_ptr()
         if in_place and self.turns.unstepped and not self.engine.compression.lossless:
@@ -106,13 +124,16 @@ class Gradients:
             view.mul_(share)
         else:
             torch.mul(grad, share, out=view)
-        param.grad = view if self.turns.last else None
-        self.here.add(index)
+        self.params[index].grad = view if self.turns.last else None
+        if share > 0.0:
+            self.turns.used.add(index)
         self._count(index)
 
     def _begin(self) -> None:
         """The first gradient of a backward: the exchange starts with the last carried worker's turn."""
         self.turns.begin_backward()
+        if self.local:
+            self.turns.accumulated()
         self.in_backward = True
         self.here: set[int] = set()
         self.missing = [len(members) for members in self.members]
@@ -132,16 +153,9 @@ class Gradients:
         self.in_backward = False
         self.local = False
         self.watch.backward_ended()
-        absent = [i for i in range(len(self.params)) if i not in self.here]
-        if absent and self.unused is False and not self.turns.unstepped:
-            raise LoopError(
-                f"{self.names[absent[0]]} had no gradient at step {self.turns.step + 1}, though all had one at first; "
-                "pass unused=True to run.distribute() where parameters come and go"
-            )
-        for i in absent:
-            self._stay(i)
-            self._count(i)
-        self.turns.used |= self.here
+        for i in range(len(self.params)):
+            if i not in self.here:
+                self._stay(i)
         self.buffers.turn_ended(self.turns)
         if self.turns.last:
             self.engine.finish()
@@ -153,13 +167,18 @@ class Gradients:
         self.turns.next()
 
     def _stay(self, index: int) -> None:
-        """A parameter without a new gradient: zero, or the mean of an earlier backward of the same step."""
-        view, grad = self.views[self.turns.turn][index], self.params[index].grad
-        if self.turns.unstepped and grad is not None and grad.data_ptr() == view.data_ptr():
-            view.mul_(self.turns.share)
-            self.turns.used.add(index)
+        """A parameter that this backward did not reach keeps what it has had since zero_grad, or adds nothing."""
+        grad = self.params[index].grad
+        if grad is not None:
+            self._put(index, grad)
+        elif self.unused is False:
+            raise LoopError(
+                f"{self.names[index]} had no gradient at step {self.turns.step + 1}, though all had one at first; "
+                "pass unused=True to run.distribute() where parameters come and go"
+            )
         else:
-            view.zero_()
+            self.views[self.turns.turn][index].zero_()
+            self._count(index)
 
     def _settle(self) -> None:
         """`.grad` as one process would have it: the mean, or None for what nobody used."""

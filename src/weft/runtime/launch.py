@@ -118,7 +118,6 @@ class _Child:
 
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
     """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
-    spec = spec.checked()
     job = find_job(spec.job)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     children: list[_Child] = []

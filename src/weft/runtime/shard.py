@@ -34,7 +34,7 @@ class Dealer:
     transport: Processes
     seed: int
 
-    def feeds(self, loader: Iterable[Any], epoch: int, own: bool) -> list[Iterator[Dealt]]:
+    def feeds(self, loader: Iterable[Any], own: bool) -> list[Iterator[Dealt]]:
         """One stream of batches for each carried worker, for one epoch."""
         ranks = self.turns.ranks
         if own:
@@ -48,25 +48,30 @@ class Dealer:
                 raise UserError(
                     "the loader already has a DistributedSampler; give run.shard() a plain loader, or say own=True"
                 )
-            if not isinstance(loader.dataset, IterableDataset):
-                return self._indexed(loader, epoch)
-        copies = itertools.tee(_groups(loader, self.workers), len(ranks))
+            if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
+                return self._indexed(loader)
+        copies = itertools.tee(self._groups(loader), len(ranks))
         return [_picked(groups, rank, self.workers) for groups, rank in zip(copies, ranks, strict=True)]
 
-    def _indexed(self, loader: DataLoader[Any], epoch: int) -> list[Iterator[Dealt]]:
+    def _order(self) -> int:
+        """A seed for the order of an epoch: the same for all workers, another when steps have been taken."""
+        return stream_seed(self.seed, -1 - self.turns.step)
+
+    def _indexed(self, loader: DataLoader[Any]) -> list[Iterator[Dealt]]:
         """A map-style loader: deal its sampler's batches, so that each worker loads only its own."""
+        assert loader.batch_sampler is not None
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(self.seed, -1 - epoch))
-            sampler = loader.batch_sampler if loader.batch_sampler is not None else ([i] for i in loader.sampler)
-            batches = [list(batch) for batch in sampler]
+            torch.manual_seed(self._order())
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself would
+            batches = [list(batch) for batch in loader.batch_sampler]
         if loader.drop_last:
             batches = batches[: len(batches) // self.workers * self.workers]
         groups = [batches[at : at + self.workers] for at in range(0, len(batches), self.workers)]
-        return [self._loaded(loader, groups, rank, epoch) for rank in self.turns.ranks]
+        return [self._loaded(loader, groups, rank) for rank in self.turns.ranks]
 
-    def _loaded(self, loader: DataLoader[Any], groups: Sequence[Any], rank: int, epoch: int) -> Iterator[Dealt]:
+    def _loaded(self, loader: DataLoader[Any], groups: Sequence[Any], rank: int) -> Iterator[Dealt]:
         mine = [group[rank] if rank < len(group) else group[0] for group in groups]
-        random = torch.Generator().manual_seed(stream_seed(self.seed + epoch, rank))
+        random = torch.Generator().manual_seed(stream_seed(self._order(), rank))
         same: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
         same |= {"pin_memory": loader.pin_memory}
         same |= {"timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "generator": random}
@@ -74,22 +79,38 @@ class Dealer:
         for group, batch in zip(groups, DataLoader(loader.dataset, batch_sampler=mine, **same), strict=True):
             yield batch, *_share([len(indices) for indices in group], rank, self.workers)
 
+    def _groups(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
+        """Any other loader: every process goes through all of it, with the same random numbers."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._order())
+            source, state = iter(loader), torch.get_rng_state()
+        while True:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                group = list(itertools.islice(source, self.workers))
+                state = torch.get_rng_state()
+            if not group:
+                return
+            yield group
+
     def _own(self, loader: Iterable[Any]) -> Iterator[Dealt]:
-        """Each process brings its own batches; their numbers and sizes are exchanged once, here."""
+        """Each process brings its own batches; their numbers and sizes are exchanged here, once where known ahead."""
         try:
             count = len(loader)  # type: ignore[arg-type]
         except TypeError:
             raise UserError("run.shard(own=True) needs a loader with a length; wrap it so that len() works") from None
-        full, last = _sizes(loader, count)
-        rows = self.transport.tell([count, full, last])
+        rows = self.transport.tell([count, *_sizes(loader, count)])
         if min(row[0] for row in rows) == 0:
             raise UserError(
                 f"worker {[row[0] for row in rows].index(0)} has no batch at all; give every worker some data"
             )
+        known = all(full for _, full, _ in rows)
         source, batch = iter(loader), None
         for at in range(max(row[0] for row in rows)):
             batch = next(source, batch)
             sizes = [0 if at >= c else last if at == c - 1 else full for c, full, last in rows]
+            if not known:
+                sizes = [size for (size,) in self.transport.tell([samples(batch) if at < count else 0])]
             yield batch, *_share(sizes, self.turns.ranks[0], self.workers)
 
 
@@ -102,18 +123,12 @@ def _share(sizes: Sequence[int], rank: int, workers: int) -> tuple[float, int]:
 
 
 def _sizes(loader: Iterable[Any], count: int) -> tuple[int, int]:
-    """(size of a full batch, size of the last), where a loader knows them; else (1, 1)."""
+    """(size of a full batch, size of the last), where a loader knows them; else (0, 0)."""
     size = getattr(loader, "batch_size", None)
     sampler: Any = getattr(loader, "sampler", None)
     if not size or not hasattr(sampler, "__len__"):
-        return 1, 1
+        return 0, 0
     return size, min(size, len(sampler) - (count - 1) * size)
-
-
-def _groups(loader: Iterable[Any], workers: int) -> Iterator[list[Any]]:
-    source = iter(loader)
-    while group := list(itertools.islice(source, workers)):
-        yield group
 
 
 def _picked(groups: Iterator[list[Any]], rank: int, workers: int) -> Iterator[Dealt]:
@@ -138,7 +153,6 @@ class Shard:
 
     def __init__(self, dealer: Dealer, loader: Iterable[Any], epochs: int | None, own: bool, limit: Any) -> None:
         self.dealer, self.loader, self.epochs, self.own, self.limit = dealer, loader, epochs, own, limit
-        self.epoch = 0
 
     def __len__(self) -> int:
         batches = len(self.loader)  # type: ignore[arg-type]
@@ -147,8 +161,7 @@ class Shard:
     def __iter__(self) -> Iterator[Any]:
         epochs = itertools.count() if self.epochs is None else range(self.epochs)
         for _ in epochs:
-            feeds = self.dealer.feeds(self.loader, self.epoch, self.own)
-            self.epoch += 1
+            feeds = self.dealer.feeds(self.loader, self.own)
             dealt = 0
             for batch in self._one(feeds):
                 dealt += 1
@@ -160,6 +173,11 @@ class Shard:
 
     def _one(self, feeds: list[Iterator[Dealt]]) -> Iterator[Any]:
         turns = self.dealer.turns
+        if turns.count > 1 and turns.within:
+            raise LoopError(
+                "the last epoch ended inside accumulate(), and of the several workers that this process carries only "
+                "the first had got there; let an epoch hold whole steps, or give each worker a process"
+            )
         while not (self.limit() and turns.turn == 0):
             got = next(feeds[turns.turn], None)
             if got is None:

@@ -30,6 +30,8 @@ class Turns:
         """Whether `.grad` holds what `step` should use."""
         self.unstepped = False
         """Whether an exchange has happened that neither `step` nor `zero_grad` has followed."""
+        self.within = False
+        """Whether this turn has had a backward inside `accumulate()`, and its last backward is still to come."""
         self.used: set[int] = set()
         self.samples = 0
         self._batch = False
@@ -46,13 +48,18 @@ class Turns:
 
     def deal(self, share: float, samples: int) -> None:
         """A batch goes out to the worker whose turn it is."""
-        if self.accumulating and share != self.even:
-            raise LoopError(
-                "a batch inside accumulate() differs in size from its peers; build the loader with drop_last=True"
-            )
         self.share = share
         self.samples += samples
         self._batch = True
+
+    def accumulated(self) -> None:
+        """The present batch is one of several in its step, which are weighed together, by one share."""
+        self.within = True
+        if self.share != self.even:
+            raise LoopError(
+                "a batch differs in size from its peers, and is one of several in a step with accumulate(); build the "
+                "loader with drop_last=True, and give every worker as many batches"
+            )
 
     def begin_backward(self) -> None:
         if self.count > 1 and not self._batch:
@@ -65,7 +72,7 @@ class Turns:
 
     def next(self) -> None:
         """This worker's turn is over."""
-        self._batch = False
+        self._batch = self.within = False
         self.complete = self.last
         if self.count > 1:
             self._streams[self.turn] = _rng_state()

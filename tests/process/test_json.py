@@ -1,0 +1,58 @@
+"""The keys of every command's `--json`, pinned: programs read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.test_export_doctor import result
+from weft.cli import COMMANDS
+
+TRAIN = ["strategy", "workers", "steps", "step_s", "step_s_spread", "samples_per_s", "wire_bytes_worker"]
+TRAIN += ["final_loss", "folder", "report"]
+
+KEYS: dict[str, tuple[list[str], list[str]]] = {
+    "train": ([*TRAIN, "rows"], TRAIN),
+    "check": (["strategy", "exact", "kind", "rows"], ["question", "axis", "answer", "meaning"]),
+    "answers": (["rows"], ["axis", "name", "default", "meaning", "parameters"]),
+    "systems": (["rows"], ["id", "aliases", "name", "group", "surveys", "status", "strategy", "note"]),
+    "export": (["to", "path", "steps", "rows"], ["metric", "steps"]),
+    "doctor": (["ok", "rows"], ["check", "ok", "found", "remedy"]),
+}
+"""For each command: the keys of the result, and of each of its rows."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("json")
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> dict[str, Any]:
+    """Options of the job follow `--`, so --json stands before it."""
+    options = ["-n", 2, "--steps", 3, "--out", "run", "--json", "-"]
+    return result("train", "wide", *options, "--", "--size", "tiny", cwd=place)
+
+
+def test_every_command_is_pinned() -> None:
+    assert set(KEYS) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_keys(command: str, place: Path, trained: dict[str, Any]) -> None:
+    arguments = {"check": ["bsp / ring"], "export": ["run", "--to", "csv"]}
+    said = trained if command == "train" else result(command, *arguments.get(command, []), cwd=place)
+    assert (list(said), {tuple(row) for row in said["rows"]}) == (KEYS[command][0], {tuple(KEYS[command][1])})
+
+
+def test_parameters_of_answers(place: Path) -> None:
+    rows = result("answers", "compression", cwd=place)["rows"]
+    assert {tuple(each) for row in rows for each in row["parameters"]} == {("name", "default", "meaning")}
+
+
+def test_a_run_is_one_row_and_its_own_summary(trained: dict[str, Any]) -> None:
+    [row] = trained["rows"]
+    assert row == {key: trained[key] for key in TRAIN}
+    assert set(row["report"]) == {"held_out_loss", "held_out_accuracy"}

@@ -1,0 +1,270 @@
+"""Launching as a user does: `weft train` as a command, what it says, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+JOB = """
+import os, signal, sys, time
+import torch, weft
+from torch import nn
+
+run = weft.init({call})
+torch.manual_seed(run.seed)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = run.distribute(model, optimizer)
+data = [torch.full((3, 4), float(i)) for i in range(4000)]
+for i, x in enumerate(run.shard(data)):
+    {body}
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(loss=loss)
+print("done", run.rank, run.workers, run.step, run.strategy, run.seed, run.is_main)
+"""
+
+
+def script(folder: Path, body: str = "pass", call: str = "steps=6", name: str = "job.py") -> Path:
+    path = folder / name
+    path.write_text(JOB.format(body=body, call=call))
+    return path
+
+
+def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*WEFT, *map(str, args)]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def children_of(folder: Path) -> list[int]:
+    """Live processes that work in a folder: every test has its own."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "cwd").startswith(str(folder)):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def gone(folder: Path, within_s: float = 10) -> bool:
+    until = time.monotonic() + within_s
+    while children_of(folder) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not children_of(folder)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder, with a temporary directory of its own that must be empty in the end."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    yield tmp_path
+    assert gone(tmp_path)
+    assert list((tmp_path / "tmp").glob("weft-*")) == []
+
+
+def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
+    done = weft("train", script(scratch), "-n", 3, "--seed", 7, "--trace", "--json", "-", cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["strategy"], row["workers"], row["steps"]) == ("bsp / direct", 3, 6)
+    folder = scratch / row["folder"]
+    names = {file.name for file in folder.iterdir()}
+    expected = {"strategy.toml", "environment.json"} | {f"{kind}-{p}.json" for p in range(3) for kind in ("trace",)}
+    assert expected | {f"events-{p}.jsonl" for p in range(3)} == names
+    events = [json.loads(line) for line in (folder / "events-1.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]
+    phases = ("forward", "backward", "encode", "exposed", "hidden", "decode", "optimizer")
+    assert all(event[f"{phase}_s"] >= 0 for event in events for phase in phases)
+    assert {f"{phase}_s" for phase in phases} | {"wire_bytes", "loss", "samples"} <= set(events[0])
+    trace = json.loads((folder / "trace-0.json").read_text())
+    assert {"forward", "backward", "optimizer", "bucket 0"} <= {event["name"] for event in trace["traceEvents"]}
+    assert "[2] done 2 3 6 bsp / direct 7 False" in done.stderr
+
+
+def test_the_first_failing_rank_speaks_last(scratch: Path) -> None:
+    body = "if run.rank == 2 and i == 3: raise ValueError('on purpose')"
+    done = weft("train", script(scratch, body), "-n", 3, cwd=scratch)
+    assert done.returncode == 1
+    assert "process 2 of the run failed: ValueError: on purpose" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: on purpose")
+    assert "PeerLost" not in done.stderr.splitlines()[-1] and "runpy" not in done.stderr
+
+
+def test_a_killed_worker_is_named(scratch: Path) -> None:
+    body = "if run.rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    done = weft("train", script(scratch, body), "-n", 3, cwd=scratch)
+    assert done.returncode == 1
+    assert "process 1 of the run was ended by SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_launcher(scratch: Path, number: signal.Signals) -> None:
+    path = script(scratch, "time.sleep(0.05); print('alive', flush=True)", call="steps=4000")
+    run = subprocess.Popen(
+        [*WEFT, "train", str(path), "-n", "2"], cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "alive" in line:
+            break
+    run.send_signal(number)
+    run.stdout.close()
+    run.wait(20)
+    assert gone(scratch)
+    if number == signal.SIGKILL:  # the launcher had no chance; what it made is only a file
+        for leftover in (scratch / "tmp").glob("weft-*"):
+            shutil.rmtree(leftover)
+    else:
+        assert run.returncode in (130, 143)
+
+
+BAD = {
+    "missing": (["train", "nowhere.py"], "does not exist"),
+    "misspelt": (["train", "txt"], "did you mean 'text'"),
+    "broken": (["train", "broken.py"], "does not parse: line 1"),
+    "no init": (["train", "plain.py", "-n", "2"], "without calling weft.init()"),
+    "no workers": (["train", "plain.py", "-n", "0"], "at least one worker"),
+    "no gpu": (["train", "plain.py", "--device", "cuda"], "no GPU"),
+    "device": (["train", "job.py", "--device", "tpu"], "must be auto, cpu or cuda"),
+    "illegal": (["train", "plain.py", "--strategy", "asp / ring"], "asp cannot stand with ring"),
+    "answer": (["train", "plain.py", "--strategy", "bsp / rign"], "did you mean 'ring'"),
+    "system": (["train", "plain.py", "--system", "horovd"], "did you mean 'horovod'"),
+    "planned": (["train", "plain.py", "--system", "downpour"], "does not run yet"),
+    "steps": (["train", "plain.py", "--steps", "0"], "at least one step"),
+    "nodes": (["train", "plain.py", "-n", "2", "--nodes", "2"], "--rendezvous HOST:PORT"),
+    "address": (["train", "plain.py", "-n", "2", "--nodes", "2", "--rendezvous", "here"], "HOST:PORT"),
+    "processes": (["train", "plain.py", "-n", "2", "--processes", "3"], "between 1 and the 2 workers"),
+    "file": (["train", "plain.py", "--strategy", "@none.toml"], "cannot be read"),
+    "check": (["check", "asp / ring"], "Try 'bsp / ring'"),
+    "command": (["trian"], "No such command"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(scratch: Path, case: str) -> None:
+    (scratch / "broken.py").write_text("def x(:\n")
+    (scratch / "plain.py").write_text("print('hello')\n")
+    script(scratch)
+    args, says = BAD[case]
+    done = weft(*args, cwd=scratch)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (scratch / "runs").exists()
+
+
+def test_a_port_in_use(scratch: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+        done = weft("train", script(scratch), "-n", 2, *place, cwd=scratch)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr and "another port" in done.stderr
+
+
+def test_two_nodes_meet_and_only_on_the_address_given(scratch: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    listeners = "print('listens', [l.split()[1] for l in open('/proc/net/tcp') if l.split()[3] == '0A'])"
+    path = script(scratch, f"({listeners}) if i == 2 else None")
+    nodes = []
+    for rank in (1, 0):
+        args = ["train", str(path), "-n", "2", "--nodes", "2", "--node-rank", str(rank)]
+        args += ["--rendezvous", f"127.0.0.1:{port}", "--out", str(scratch / f"out-{rank}")]
+        nodes.append(
+            subprocess.Popen([*WEFT, *args], cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "done 0 2 6" in said[1] and "done 1 2 6" in said[0]
+    assert f"0100007F:{port:04X}" in said[1] and f"00000000:{port:04X}" not in said[1]
+
+
+def test_torchrun_and_plain_python_run_the_same_script(scratch: Path) -> None:
+    path = script(scratch)
+    alone = subprocess.run(
+        [sys.executable, str(path)], cwd=scratch, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "done 0 1 6" in alone.stdout
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    both = subprocess.run(torchrun, cwd=scratch, capture_output=True, text=True, timeout=90, check=False)
+    assert "done 0 2 6" in both.stdout and "done 1 2 6" in both.stdout, both.stderr
+
+
+def test_who_chooses_the_strategy(scratch: Path) -> None:
+    """Command line, WEFT_STRATEGY, weft.toml beside the job, the call, the default: each beats the next."""
+    path = script(scratch, call="'bsp / ring / wfbp', steps=1")
+    seen = [weft("train", path, cwd=scratch).stdout]
+    (scratch / "weft.toml").write_text('strategy = "bsp / halving_doubling"\n')
+    seen.append(weft("train", path, cwd=scratch).stdout)
+    seen.append(weft("train", path, cwd=scratch, WEFT_STRATEGY="bsp / recursive_doubling").stdout)
+    (scratch / "mine.toml").write_text('topology = "direct"\n[compression]\nname = "topk"\nratio = 0.5\n')
+    seen.append(weft("train", path, "--strategy", "@mine.toml", cwd=scratch, WEFT_STRATEGY="bsp / ring").stdout)
+    expected = [
+        "bsp / ring / wfbp",
+        "bsp / halving_doubling",
+        "bsp / recursive_doubling",
+        "bsp / direct / topk(ratio=0.5)",
+    ]
+    for said, strategy in zip(seen, expected, strict=True):
+        assert f"done 0 1 1 {strategy} 0" in said
+    assert all((f"strategy: {strategy} (from " in said) for said, strategy in zip(seen, expected, strict=True))
+
+
+def test_a_full_disk(scratch: Path) -> None:
+    """A file system of 64 KiB, mounted in a namespace of its own."""
+    inside = f"mount -t tmpfs -o size=64k none {scratch}/disk && exec {sys.executable} -m weft.cli train"
+    command = f"{inside} {script(scratch, call='steps=4000')} -n 2 --out {scratch}/disk/run"
+    (scratch / "disk").mkdir()
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command]
+    done = subprocess.run(unshare, cwd=scratch, capture_output=True, text=True, timeout=120, check=False)
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr.lower():
+        pytest.skip("no user namespaces here")
+    assert done.returncode == 2, done.stderr
+    assert "cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_answer_of_ones_own_is_one_file(scratch: Path) -> None:
+    """CONTRIBUTING's path: a compressor as one file in a folder shows in the catalogue, the laws and a real run."""
+    mine = scratch / "mine" / "compression"
+    mine.mkdir(parents=True)
+    source = Path(__file__).parents[2] / "CONTRIBUTING.md"
+    code = source.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (mine / "halved.py").write_text(code)
+    env = {"WEFT_PATH": str(scratch / "mine")}
+    rows = json.loads(weft("answers", "compression", "--json", "-", cwd=scratch, **env).stdout)["rows"]
+    assert "halved" in [row["name"] for row in rows]
+    assert weft("check", "bsp / ring / error_feedback(halved)", cwd=scratch, **env).returncode == 0
+    run = weft(
+        "train", script(scratch), "-n", 2, "--strategy", "error_feedback(halved)", "--json", "-", cwd=scratch, **env
+    )
+    assert json.loads(run.stdout)["strategy"] == "bsp / direct / error_feedback(halved)", run.stderr
+    laws = Path(__file__).parents[1] / "pure" / "test_laws.py"
+    tested = [sys.executable, "-m", "pytest", str(laws), "-q", "-k", "halved", "-p", "no:cacheprovider"]
+    done = subprocess.run(tested, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
