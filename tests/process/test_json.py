@@ -45,11 +45,8 @@ def test_keys(command: str, place: Path, trained: dict[str, Any]) -> None:
     arguments = {"check": ["bsp / ring"], "export": ["run", "--to", "csv"]}
     said = trained if command == "train" else result(command, *arguments.get(command, []), cwd=place)
     assert (list(said), {tuple(row) for row in said["rows"]}) == (KEYS[command][0], {tuple(KEYS[command][1])})
-
-
-def test_parameters_of_answers(place: Path) -> None:
-    rows = result("answers", "compression", cwd=place)["rows"]
-    assert {tuple(each) for row in rows for each in row["parameters"]} == {("name", "default", "meaning")}
+    parameters = {tuple(each) for row in said["rows"] for each in row.get("parameters", ())}
+    assert parameters == ({("name", "default", "meaning")} if command == "answers" else set())
 
 
 def test_a_run_is_one_row_and_its_own_summary(trained: dict[str, Any]) -> None:

@@ -54,7 +54,8 @@ class Plain:
     def shard(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         source = iter(loader)
         while group := list(itertools.islice(source, WORKERS)):
-            yield joined(group)
+            if len(group) == WORKERS or not getattr(loader, "drop_last", False):
+                yield joined(group)
 
     def own(self, loaders: Sequence[Iterable[Batch]]) -> Iterator[Batch]:
         for group in itertools.zip_longest(*loaders):
@@ -520,6 +521,20 @@ def twice(run: Any) -> dict[str, Any]:
     return state_of(model)
 
 
+def every_second(run: Any) -> dict[str, Any]:
+    """A step for every second batch, without accumulate(): exchanged twice, and right where nothing is left out."""
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model))
+    for i, (x, y) in enumerate(run.shard(batches())):
+        loss = mse(model(x), y)
+        (loss / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.log(loss=loss)
+    return state_of(model)
+
+
 def kept(run: Any) -> dict[str, Any]:
     """Without zero_grad gradients add up from step to step, as they do in PyTorch."""
     model = mlp()
@@ -566,6 +581,12 @@ def batched_dataset(run: Any) -> dict[str, Any]:
 class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         return iter(dataset(64))
+
+
+def dropped(run: Any) -> dict[str, Any]:
+    """22 batches and one dropped sample: drop_last also drops the two batches that make no whole step."""
+    model = mlp()
+    return fit(run, model, sgd(model), run.shard(DataLoader(dataset(67), batch_size=3, drop_last=True)))
 
 
 def streamed(run: Any) -> dict[str, Any]:
@@ -691,12 +712,14 @@ SIZES: dict[Any, Callable[[], list[list[int]]]] = {
     own_unused: own_sizes,
     batched_dataset: uneven_sizes,
     streamed: uneven_sizes,
+    dropped: lambda: even_sizes()[:5],
     batchnorm_own: normed_sizes,
 }
 
 
 # --- equal ----------------------------------------------------------------------------------------------------------
 
+REPEATED = [twice, every_second, kept]
 OWN = [own, own_list, own_unused, batchnorm_own]
 ANYWHERE = [
     plain,
@@ -719,11 +742,12 @@ ANYWHERE = [
     workers_of_a_loader,
     batched_dataset,
     streamed,
+    dropped,
     checkpointed,
     batchnorm,
     batchnorm_accumulated,
 ]
-EQUAL = [(loop, n) for loop in ANYWHERE for n in (WORKERS, 1)] + [(loop, WORKERS) for loop in [*OWN, twice, kept]]
+EQUAL = [(loop, n) for loop in ANYWHERE for n in (WORKERS, 1)] + [(loop, WORKERS) for loop in [*OWN, *REPEATED]]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -740,7 +764,7 @@ def test_equals_one_process_on_the_joined_batch(loop: Any, processes: int, sched
 def test_what_a_loop_does_shows_in_its_result() -> None:
     """Each feature moves the reference, so that leaving it out could not pass."""
     base = reference(plain)[0]["0.weight"]
-    for loop in (adamw, clip, accumulate, scaler, frozen, one_cycle, lambda_lr, uneven, uneven_list, own, twice, kept):
+    for loop in (adamw, clip, accumulate, scaler, frozen, one_cycle, lambda_lr, uneven, uneven_list, own, *REPEATED):
         assert not torch.allclose(reference(loop)[0]["0.weight"], base, rtol=1e-6), loop.__name__
     state, start = reference(unused)[0], Branches().state_dict()
     assert state["none"] == [False] * 3 + [True] * 2 + [False]
@@ -778,3 +802,296 @@ def test_a_compiled_model_equals_a_plain_one(processes: int) -> None:
     assert close(losses, wanted_losses)
     for row in rows:
         assert all(close(row[0][0][key], value) for key, value in wanted.items())
+
+
+@pytest.mark.xfail(strict=True, raises=ChildError, reason="a scheduler cannot wrap the step() that weft has put there")
+@pytest.mark.parametrize("processes", [2, 1])
+def test_a_scheduler_may_be_made_after_distribute(processes: int) -> None:
+    (state, _), *_ = spawn(processes, child, late_scheduler, [SCHEDULES["fused"]], workers=processes)[0]
+    assert set(state) == set(mlp().state_dict())
+
+
+def late_scheduler(run: Any) -> dict[str, Any]:
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model))
+    decay = LambdaLR(optimizer, lambda step: 0.7**step)
+    for x, y in run.shard(batches(24)):
+        mse(model(x), y).backward()
+        optimizer.step()
+        decay.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+def apart(run: Any) -> dict[str, Any]:
+    """Two backwards before a step that reach different parameters: the first ones' mean would be sent again."""
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model), unused=True)
+    for x, y in run.shard(batches()):
+        model[0](x).square().mean().backward()
+        mse(model[4](x[:, :1].expand(-1, 8)), y).backward()
+        optimizer.step()
+    return {}
+
+
+def uneven_micro(run: Any) -> dict[str, Any]:
+    """The last joined batch is uneven, and it is the last of a step's three."""
+    return micro(run, run.shard(batches(64)), 3)
+
+
+def uneven_micro_within(run: Any) -> dict[str, Any]:
+    """The last joined batch is uneven, and it is the second of a step's four."""
+    return micro(run, run.shard(batches(64)), 4)
+
+
+def own_micro(run: Any) -> dict[str, Any]:
+    return micro(run, run.own(own_loaders()), 3)
+
+
+def leftover(run: Any) -> dict[str, Any]:
+    """Each epoch ends with two micro-batches of three; the next epoch adds to them."""
+    feed = run.run.shard(batches(3 * WORKERS * 5), epochs=2)
+    return micro(run, feed, 3)
+
+
+def micro(run: Any, feed: Iterable[Batch], size: int) -> dict[str, Any]:
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model))
+    for i, (x, y) in enumerate(feed):
+        with run.accumulate() if (i + 1) % size else contextlib.nullcontext():
+            mse(model(x), y).backward()
+        if (i + 1) % size == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {}
+
+
+def never_exchanged(run: Any) -> dict[str, Any]:
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model))
+    for x, y in run.shard(batches()):
+        with run.accumulate():
+            mse(model(x), y).backward()
+        optimizer.step()
+    return {}
+
+
+def vanishing(run: Any) -> dict[str, Any]:
+    """Everything has a gradient at the first step; later one worker leaves the branch out."""
+    model = Branches(spare=False)
+    takers = [(0, r) for r in range(WORKERS)] + [(1, r) for r in range(WORKERS) if r != 1]
+    return fit(run, model, sgd(model), run.shard(branched(takers)))
+
+
+def sparse(run: Any) -> dict[str, Any]:
+    model = nn.Embedding(5, 3, sparse=True).double()
+    model, _ = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in run.shard(batches()):
+        mse(model((x[:, 0] > 0).long()), y).backward()
+    return {}
+
+
+def foreign(run: Any) -> dict[str, Any]:
+    model = mlp()
+    return fit(run, model, torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()]), [])
+
+
+def all_frozen(run: Any) -> dict[str, Any]:
+    model = mlp().requires_grad_(False)
+    return fit(run, model, sgd(model), [])
+
+
+def thawed(run: Any) -> dict[str, Any]:
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer = run.distribute(model, sgd(model))
+    for x, y in run.shard(batches()):
+        mse(model(x), y).backward()
+        optimizer.step()
+        model[0].requires_grad_(True)
+    return {}
+
+
+def closure(run: Any) -> dict[str, Any]:
+    model = mlp()
+    model, optimizer = run.distribute(model, sgd(model))
+    for x, y in run.shard(batches()):
+        optimizer.step(lambda x=x, y=y: mse(model(x), y))
+    return {}
+
+
+def second_order(run: Any) -> dict[str, Any]:
+    model = mlp()
+    model, _ = run.distribute(model, sgd(model))
+    for x, y in run.shard(batches()):
+        mse(model(x), y).backward(create_graph=True)
+    return {}
+
+
+def sampled(run: Any) -> dict[str, Any]:
+    data, model = dataset(), mlp()
+    sampler: Any = DistributedSampler(data, num_replicas=2, rank=0)
+    return fit(run, model, sgd(model), run.shard(DataLoader(data, batch_size=3, sampler=sampler)))
+
+
+def synced_norm(run: Any) -> dict[str, Any]:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    return fit(run, model, sgd(model), [])
+
+
+def empty(run: Any) -> dict[str, Any]:
+    model = mlp()
+    return fit(run, model, sgd(model), run.shard([]))
+
+
+def own_empty(run: Any) -> dict[str, Any]:
+    model = mlp()
+    return fit(run, model, sgd(model), run.own([list(batches()), []]))
+
+
+def own_endless(run: Any) -> dict[str, Any]:
+    model = mlp()
+    return fit(run, model, sgd(model), run.own([itertools.cycle(batches())] * WORKERS))
+
+
+def unfollowed(run: Any) -> dict[str, Any]:
+    model = mlp()
+    optimizer = sgd(model)
+    LambdaLR(optimizer, lambda step: 0.7**step)
+    return fit(run, model, optimizer, [])
+
+
+def two_models(run: Any) -> dict[str, Any]:
+    for model in (mlp(), mlp()):
+        run.distribute(model, sgd(model))
+    return {}
+
+
+def two_runs(run: Any) -> dict[str, Any]:
+    weft.init()
+    return {}
+
+
+TOPK = "bsp / direct / error_feedback(topk(ratio=0.5)) / fused(bucket=256B)"
+DENSE = SCHEDULES["fused"]
+REFUSED: list[tuple[Any, int, int, str, str, str]] = [
+    # loop, processes, workers, strategy, kind, remedy
+    (twice, 2, 2, TOPK, "LoopError", r"with run\.accumulate\(\)"),
+    (twice, 2, 2, "bsp / direct / cast", "LoopError", r"with run\.accumulate\(\)"),
+    (every_second, 2, 2, TOPK, "LoopError", r"with run\.accumulate\(\)"),
+    (apart, 2, 2, TOPK, "LoopError", r"with run\.accumulate\(\)"),
+    (twice, 1, 4, DENSE, "LoopError", r"take every batch from run\.shard\(\)"),
+    (kept, 1, 4, DENSE, "LoopError", r"call optimizer\.zero_grad\(\)"),
+    (uneven_micro, 4, 4, DENSE, "LoopError", "drop_last=True"),
+    (uneven_micro, 1, 4, DENSE, "LoopError", "drop_last=True"),
+    (uneven_micro_within, 4, 4, DENSE, "LoopError", "drop_last=True"),
+    (uneven_micro_within, 1, 4, DENSE, "LoopError", "drop_last=True"),
+    (own_micro, 4, 4, DENSE, "LoopError", "as many batches"),
+    (leftover, 1, 4, DENSE, "LoopError", "let an epoch hold whole steps"),
+    (never_exchanged, 2, 2, DENSE, "LoopError", "leave the last backward outside"),
+    (never_exchanged, 1, 2, DENSE, "LoopError", "leave the last backward outside"),
+    (vanishing, 4, 4, DENSE, "LoopError", r"branch\.(weight|bias) .* unused=True"),
+    (vanishing, 1, 4, DENSE, "LoopError", r"branch\.(weight|bias) .* unused=True"),
+    (sparse, 2, 2, DENSE, "LoopError", "weight has a sparse gradient.*sparse=False"),
+    (foreign, 2, 2, DENSE, "UserError", r"one nn\.Module"),
+    (all_frozen, 2, 2, DENSE, "UserError", "unfreeze"),
+    (thawed, 2, 2, DENSE, "LoopError", r"0\.(weight|bias) was frozen .* unfreeze it before"),
+    (closure, 2, 2, DENSE, "LoopError", "call backward first"),
+    (second_order, 2, 2, DENSE, "LoopError", r"torch\.autograd\.grad"),
+    (sampled, 2, 2, DENSE, "UserError", "own=True"),
+    (synced_norm, 2, 2, DENSE, "UserError", "use BatchNorm"),
+    (empty, 2, 2, DENSE, "LoopError", "drop_last=False"),
+    (own, 2, 4, DENSE, "UserError", "use one each"),
+    (own_empty, 2, 2, DENSE, "UserError", "worker 1 has no batch.* give every worker"),
+    (own_endless, 2, 2, DENSE, "UserError", r"len\(\) works"),
+    (unfollowed, 1, 4, DENSE, "UserError", r"run\.distribute\(model, optimizer, scheduler\)"),
+    (two_models, 2, 2, DENSE, "UserError", r"nn\.ModuleDict"),
+    (two_runs, 2, 2, DENSE, "LoopError", r"close\(\) it first"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "processes", "workers", "strategy", "kind", "remedy"),
+    REFUSED,
+    ids=[f"{loop.__name__}-{workers}-on-{processes}-{at}" for at, (loop, processes, workers, *_) in enumerate(REFUSED)],
+)
+def test_refused_with_a_remedy(loop: Any, processes: int, workers: int, strategy: str, kind: str, remedy: str) -> None:
+    with pytest.raises(ChildError, match=rf"weft\.errors\.{kind}: .*{remedy}") as caught:
+        spawn(processes, child, loop, [strategy], workers=workers)
+    assert caught.value.kind == kind
+
+
+@pytest.mark.xfail(strict=True, reason="step() on a turn that is not the last is not told apart from none at all")
+def test_a_step_for_every_second_batch_is_refused_where_workers_share_a_process() -> None:
+    with pytest.raises(ChildError, match=r"LoopError: .*accumulate\(\)"):
+        spawn(1, child, every_second, [DENSE], workers=WORKERS)
+
+
+# --- dealing --------------------------------------------------------------------------------------------------------
+
+
+class Shuffled(IterableDataset[Tensor]):
+    """Draws its order from torch's global random numbers, as any loader may."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randperm(48))
+
+
+def numbers(kind: str) -> Iterable[Tensor]:
+    numbers: Any = range(48)
+    match kind:
+        case "shuffle":
+            return DataLoader(numbers, batch_size=2, shuffle=True)
+        case "generator":
+            return DataLoader(numbers, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        case "batch_sampler":
+            sampler = torch.utils.data.RandomSampler(numbers)
+            return DataLoader(numbers, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
+        case "batch_size=None":
+            return DataLoader(numbers, batch_size=None, shuffle=True)
+        case "iterable":
+            return DataLoader(Shuffled(), batch_size=2)
+    raise AssertionError(kind)
+
+
+KINDS = ("shuffle", "generator", "batch_sampler", "batch_size=None", "iterable")
+
+
+def deal(kinds: Sequence[str]) -> list[list[dict[int, list[int]]]]:
+    """For each kind of loader and each of three epochs (one, then two in one): what each worker was dealt."""
+    store, rows = os.environ["WEFT_STORE"], []
+    for at, kind in enumerate(kinds):
+        os.environ["WEFT_STORE"] = f"{store}-{at}"
+        run = weft.init(DENSE)
+        model = nn.Linear(1, 1)
+        model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader, dealt = numbers(kind), []
+        for feed in (run.shard(loader), run.shard(loader, epochs=2)):
+            for batch in feed:
+                dealt.append((run.step, run.rank, batch.view(-1).tolist()))
+                model(torch.rand(1, 1)).sum().backward()
+                optimizer.step()
+        per_epoch = run.step // 3
+        epochs: list[dict[int, list[int]]] = [{} for _ in range(3)]
+        for step, rank, items in dealt:
+            epochs[step // per_epoch].setdefault(rank, []).extend(items)
+        rows.append(epochs)
+        run.close()
+    return rows
+
+
+def test_every_sample_is_dealt_once_per_epoch_and_epochs_differ() -> None:
+    """However many processes there are, and wherever a loader takes its random numbers from."""
+    outcomes = [spawn(processes, deal, KINDS, workers=WORKERS) for processes in (1, 3, 4)]
+    for at, kind in enumerate(KINDS):
+        shapes = []
+        for rows in outcomes:
+            shapes.append([{r: v for row in rows for r, v in row[at][e].items()} for e in range(3)])
+            for epoch in shapes[-1]:
+                assert sorted(epoch) == list(range(WORKERS))
+                assert sorted(itertools.chain.from_iterable(epoch.values())) == list(range(48)), kind
+        assert shapes[0] == shapes[1] == shapes[2], kind
+        assert all(one != other for one, other in itertools.combinations(shapes[0], 2)), kind
