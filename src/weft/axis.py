@@ -220,7 +220,7 @@ _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 def _convert_answer(value: Any, hint: type[Answer], what: str) -> Answer:
     if isinstance(value, Answer):
         return value
-    if isinstance(value, dict) and "name" in value:
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
         value = Raw(value["name"], {k: v for k, v in value.items() if k != "name"})
     elif isinstance(value, str):
         value = parse_raw(value)
@@ -267,6 +267,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _DEPTH = 20
+_DIGITS = 40
 
 
 def parse_raw(text: str) -> Raw:
@@ -341,5 +342,7 @@ def _read_value(tokens: list[tuple[str, Any]], text: str, depth: int) -> Any:
     if kind == "name":
         return {"inf": math.inf, "true": True, "false": False}[value]
     if kind == "number":
+        if len(value) > _DIGITS:
+            raise SpellingError(f"'{value[:20]}…' is a number of {len(value)} characters; {_DIGITS} are enough")
         return int(value) if re.fullmatch(r"[+-]?\d+", value) else float(value)
     return value if kind == "size" else value[1:-1]

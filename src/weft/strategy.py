@@ -184,6 +184,6 @@ def _toml_value(value: Any) -> str:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"the strategy file {path} cannot be read: {reason}; give the path of a TOML file") from None

@@ -14,7 +14,7 @@ class Size(int):
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
         units = {unit.lower(): factor for unit, factor in _BYTES.items()}
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None or float(match[1]) * factor % 1:

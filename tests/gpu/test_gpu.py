@@ -138,18 +138,14 @@ def test_the_engine_works_on_a_stream_of_its_own(tmp_path: Path) -> None:
 def test_more_workers_than_gpus_is_one_sentence(tmp_path: Path) -> None:
     count = torch.cuda.device_count() + 1
     command = [sys.executable, "-m", "weft.cli", "train", "wide", "-n", str(count), "--device", "cuda"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "GPU" in done.stderr and "--share-gpus" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_command_trains_on_the_gpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft.cli", "train", "text", "--steps", "6", "--json", "-", "--", "--size", "2m"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     environment = json.loads((tmp_path / row["folder"] / "environment.json").read_text())

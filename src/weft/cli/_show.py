@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from weft.errors import JobError
@@ -44,5 +45,5 @@ def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[Any]
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*(str(cell) for cell in row))
+        shown.add_row(*(escape(str(cell)) for cell in row))
     console.print(shown)

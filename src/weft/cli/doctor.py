@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typer
-from rich.markup import escape
 
 from weft.cli import app
 from weft.cli._checks import run_checks
@@ -19,7 +18,7 @@ def doctor(json: JsonOption = None) -> None:
     rows = [{"check": each.check, "ok": each.ok, "found": each.found, "remedy": each.remedy} for each in checks]
     emit({"ok": fit, "rows": rows}, json)
     out = console(json)
-    shown = [[each.check, "ok" if each.ok else "!!", escape(each.found)] for each in checks]
+    shown = [[each.check, "ok" if each.ok else "!!", each.found] for each in checks]
     table(out, ["check", "", "found"], shown)
     for each in wrong:
         word = "" if each.required else " (optional)"

@@ -12,7 +12,6 @@ from time import strptime
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from weft.cli import app
 from weft.cli._show import JsonOption, console, emit, table
@@ -50,7 +49,7 @@ def export(
         raise JobError(f"{place} cannot be written: {error.strerror or error}; give another place with --out") from None
     emit({"to": to, "path": place, "steps": len(steps), "rows": rows}, json)
     show = console(json)
-    table(show, ["metric", "steps"], [[escape(row["metric"]), row["steps"]] for row in rows])
+    table(show, ["metric", "steps"], [[row["metric"], row["steps"]] for row in rows])
     show.print(f"\n{len(steps)} steps of {run} are in {place}", markup=False)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from weft.compression import Bucket, Context, State
+from weft.compression import Context, State
 from weft.errors import LoopError
-from weft.ops import Spec
+from weft.ops import Flow, Spec
 from weft.runtime.clock import Clock, Stamp
+from weft.runtime.memory import Memory
 from weft.schedule import Timetable
 from weft.strategy import Strategy
-from weft.transport.collective import Processes, Works, wait
+from weft.transport.collective import Processes, Wire, Works, wait
 
 
 @dataclass
@@ -55,14 +56,14 @@ class Engine:
         stages = self.transport.stages(self.compression.rounds(specs, self.transport.layout.workers))
         return self.schedule.timetable(specs, stages)
 
-    def begin(self, buckets: Sequence[Sequence[Bucket]], step: int) -> None:
-        """Start a step's exchange: for each bucket of the timetable, what each carried worker puts in."""
+    def begin(self, memory: Sequence[Memory], step: int) -> None:
+        """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
         if self._busy:
             raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
         self._busy = True
-        self.buckets = buckets
-        self.gates = [threading.Event() for _ in buckets]
-        self.marks: list[Any] = [None] * len(buckets)
+        self.memory = memory
+        self.gates = [threading.Event() for _ in self.timetable.buckets]
+        self.marks: list[Any] = [None] * len(self.timetable.buckets)
         self.spans = Spans()
         self._jobs.put(step)
 
@@ -95,7 +96,7 @@ class Engine:
                 self._done.put(None)
 
     def _exchange(self, step: int) -> None:
-        passages = [_Passage(self, bucket, step) for bucket in range(len(self.buckets))]
+        passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
         for slot in self.timetable.slots:
             passages[slot.bucket].advance()
         for passage in passages:
@@ -110,18 +111,22 @@ class _Passage:
     """One bucket on its way: its flows, what is under way, and when."""
 
     def __init__(self, engine: Engine, bucket: int, step: int) -> None:
-        self.engine, self.bucket = engine, bucket
-        layout = engine.transport.layout
-        flows = [
-            engine.compression.exchange(
-                mine, state, Context(step=step, rank=rank, workers=layout.workers, seed=engine.seed)
-            )
-            for rank, mine, state in zip(layout.carried(), engine.buckets[bucket], engine.states, strict=True)
-        ]
-        self.wire = engine.transport.drive(flows, tag=bucket)
+        self.engine, self.bucket, self.step = engine, bucket, step
+        self.wire: Wire
         self.under_way: Works | None = None
         self.issued: Stamp = None
         self.over = False
+
+    def _flows(self) -> list[Flow[State]]:
+        """The exchange of this bucket, once for each carried worker."""
+        engine, layout = self.engine, self.engine.transport.layout
+        flows = []
+        for rank, memory, state in zip(layout.carried(), engine.memory, engine.states, strict=True):
+            mine = memory.buckets[self.bucket]
+            assert mine is not None, "a gate opens when the bucket is full"
+            ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed)
+            flows.append(engine.compression.exchange(mine, state, ctx))
+        return flows
 
     def advance(self) -> None:
         """Wait for what is under way (at first: for the gradients), then go on to the next operation."""
@@ -130,6 +135,7 @@ class _Passage:
         engine, spans = self.engine, self.engine.spans
         if self.under_way is None:
             engine.gates[self.bucket].wait()
+            self.wire = engine.transport.drive(self._flows(), tag=self.bucket)
             if engine.stream is not None:
                 engine.stream.wait_event(engine.marks[self.bucket])
             into = spans.encode

@@ -60,24 +60,26 @@ def events(folder: Path) -> list[dict[str, Any]]:
     read_json(folder, "environment.json")
     by_step: dict[int, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("events-*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+                by_step.setdefault(event["step"], []).append(event | {"samples": event["samples"]})
+            except (ValueError, TypeError, KeyError):
                 continue  # the last line of a process that was killed
-            by_step.setdefault(event["step"], []).append(event)
     return [_joined(by_step[step]) for step in sorted(by_step)]
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {"step": parts[0]["step"]}
     samples = sum(part["samples"] for part in parts)
-    for key in parts[0]:
-        values = [part.get(key) for part in parts]
-        if key.endswith("_s"):
-            joined[key] = max(value for value in values if value is not None)
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = [part[key] for part in parts if part.get(key) is not None]
+        if not values:
+            joined[key] = None
+        elif key.endswith("_s"):
+            joined[key] = max(values)
         elif key in ("wire_bytes", "samples"):
-            joined[key] = sum(value for value in values if value is not None)
+            joined[key] = sum(values)
         elif key != "step":
             known = [(part["samples"] or 1, part[key]) for part in parts if isinstance(part.get(key), (int, float))]
             weight = sum(w for w, _ in known)

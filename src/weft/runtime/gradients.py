@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.compression import Bucket, Piece
 from weft.errors import LoopError
 from weft.ops import Spec
 from weft.runtime.engine import Engine
+from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
 from weft.runtime.turns import Buffers, Turns
 
@@ -47,33 +47,24 @@ class Gradients:
         index = {name: i for i, name in enumerate(self.names)}
         self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
         self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
-        self.views: list[dict[int, Tensor]] = []
-        self.buckets: list[list[Bucket]] = [[] for _ in self.members]
-        for _ in range(self.turns.count):
-            views: dict[int, Tensor] = {}
-            for b, group in enumerate(self.engine.timetable.buckets):
-                numel = sum(spec.numel for spec in group)
-                flat = torch.zeros(numel, dtype=group[0].dtype, device=self.params[self.members[b][0]].device)
-                pieces = []
-                for i, spec, part in zip(
-                    self.members[b], group, flat.split([spec.numel for spec in group]), strict=True
-                ):
-                    views[i] = _shaped(part, self.params[i])
-                    pieces.append(Piece(spec, part, part))
-                self.buckets[b].append(Bucket(tuple(pieces), flat))
-            self.views.append(views)
+        self.memory = [Memory(self.engine.timetable, self.members, self.params) for _ in range(self.turns.count)]
 
     def _rearrange(self) -> None:
         """After the first step: buckets in the order that process 0 saw, for every process alike."""
         order = self.engine.transport.tell(list(dict.fromkeys(self.order)))[0]
-        old = self.views[-1]
         if [spec.name for group in self.engine.timetable.buckets for spec in group] == [self.names[i] for i in order]:
             return
         self._lay_out(order)
         for i, param in enumerate(self.params):
-            self.views[-1][i].copy_(old[i])
             if param.grad is not None:
-                param.grad = self.views[-1][i]
+                param.grad = self.memory[-1].put(i, param.grad, 1.0)
+
+    def release(self) -> None:
+        """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
+        self.local = False
+        if self.turns.turn == 0 and not self.in_backward:
+            for memory in self.memory:
+                memory.release()
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -111,19 +102,13 @@ class Gradients:
 
     def _put(self, index: int, grad: Tensor) -> None:
         """Weigh a gradient into the bucket of the worker whose turn it is."""
-        view, share = self.views[self.turns.turn][index], self.turns.share
-        in_place = grad.data_ptr() == view.data_ptr()
-        if in_place and self.turns.unstepped and not self.engine.compression.lossless:
+        memory, share = self.memory[self.turns.turn], self.turns.share
+        if self.turns.unstepped and memory.holds(index, grad) and not self.engine.compression.lossless:
             raise LoopError(
                 f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
                 "gradient again; put all but the last backward into `with run.accumulate():`"
             )
-        if share == 0.0:
-            view.zero_()
-        elif in_place:
-            view.mul_(share)
-        else:
-            torch.mul(grad, share, out=view)
+        view = memory.put(index, grad, share)
         self.params[index].grad = view if self.turns.last else None
         if share > 0.0:
             self.turns.used.add(index)
@@ -138,7 +123,7 @@ class Gradients:
         self.here: set[int] = set()
         self.missing = [len(members) for members in self.members]
         if self.turns.last:
-            self.engine.begin(self.buckets, self.turns.step)
+            self.engine.begin(self.memory, self.turns.step)
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _count(self, index: int) -> None:
@@ -177,7 +162,7 @@ class Gradients:
                 "pass unused=True to run.distribute() where parameters come and go"
             )
         else:
-            self.views[self.turns.turn][index].zero_()
+            self.memory[self.turns.turn].zero(index)
             self._count(index)
 
     def _settle(self) -> None:
@@ -191,14 +176,8 @@ class Gradients:
             if self.unused is None:
                 self.unused = not all(used)
             for i, param in enumerate(self.params):
-                param.grad = self.views[-1][i] if used[i] else None
+                param.grad = self.memory[-1].view(i) if used[i] else None
         if self.turns.step == 0 and len(self.members) > 1:
             self._rearrange()
         self.order = []
         self.turns.used = set()
-
-
-def _shaped(part: Tensor, param: Tensor) -> Tensor:
-    """A bucket's range as a gradient, strided like its parameter where that is dense, as autograd wants it."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
-    return part.as_strided(param.shape, param.stride()) if dense else part.view(param.shape)

@@ -32,6 +32,8 @@ class Turns:
         """Whether an exchange has happened that neither `step` nor `zero_grad` has followed."""
         self.within = False
         """Whether this turn has had a backward inside `accumulate()`, and its last backward is still to come."""
+        self.asked = True
+        """Whether step() was called since the last backward, effective or not."""
         self.used: set[int] = set()
         self.samples = 0
         self._batch = False
@@ -67,6 +69,12 @@ class Turns:
                 "backward ran without a new batch from run.shard(), and this process carries several workers; "
                 "take every batch from run.shard(), and put all but its last backward into `with run.accumulate():`"
             )
+        if self.count > 1 and not self.asked:
+            raise LoopError(
+                "a worker's backward was not followed by step(), and this process carries several workers; put all but "
+                "the last backward before a step into `with run.accumulate():`"
+            )
+        self.asked = False
         if self.turn == 0 and self.count > 1:
             self.complete = False
 

@@ -22,6 +22,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.runtime.choose import choose_strategy
@@ -107,6 +109,7 @@ class Run:
         self._watch = Watch(self._clock, self._recorder)
         self._gradients: Gradients | None = None
         self._model: nn.Module | None = None
+        self._followed = False
         self._report: dict[str, Any] = {}
         self._closed = False
         atexit.register(self.close)
@@ -158,11 +161,7 @@ class Run:
         self._patch_optimizer(optimizer)
         for follower in followers:
             self._follow(follower)
-        if self._turns.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not followers:
-            raise UserError(
-                "a scheduler follows the optimizer, and this process carries several workers; pass it along: "
-                "model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
-            )
+        self._check_scheduler(optimizer)
         self._turns.part_streams()
         return (model, optimizer, *followers)
 
@@ -237,13 +236,15 @@ class Run:
         """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
         step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
 
-        def weft_step(closure: Callable[[], Any] | None = None) -> Any:
+        def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None and not self.world.alone:
                 raise LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
             if self._gradients is not None and self._gradients.local:
                 raise LoopError(
                     "step() after a backward inside accumulate() alone; leave the last backward outside of it"
                 )
+            self._check_scheduler(optimizer)
+            turns.asked = True
             if not turns.complete:
                 return None
             self._watch.optimizer_began()
@@ -253,28 +254,41 @@ class Run:
             self._watch.step_ended(turns.step, samples)
             return result
 
-        def weft_zero_grad(set_to_none: bool = True) -> None:
+        def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
             turns.unstepped = False
             if self._gradients is not None:
-                self._gradients.local = False
+                self._gradients.release()
             zero_grad(set_to_none)
 
         if hasattr(step, "_wrapped_by_lr_sched"):
             weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = weft_step  # type: ignore[method-assign]
-        optimizer.zero_grad = weft_zero_grad  # type: ignore[method-assign]
+        # bound methods, as a scheduler that is made later expects them
+        optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def _follow(self, follower: Any) -> None:
         """Schedulers and scalers act only when the optimizer does."""
         if self._turns.count == 1:
             return
+        self._followed = self._followed or isinstance(follower, LRScheduler)
         for name in ("step", "update", "unscale_"):
             act = getattr(follower, name, None)
             if act is not None:
                 setattr(follower, name, self._when_complete(act))
 
     def _when_complete(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: act(*args, **kwargs) if self._turns.complete else None
+        def weft_act(*args: Any, **kwargs: Any) -> Any:
+            self._turns.asked = True
+            return act(*args, **kwargs) if self._turns.complete else None
+
+        return weft_act
+
+    def _check_scheduler(self, optimizer: Optimizer) -> None:
+        if self._turns.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._followed:
+            raise UserError(
+                "a scheduler follows the optimizer, and this process carries several workers; make it first and pass "
+                "it along: model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
+            )
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer, run: Run) -> None:

@@ -20,17 +20,23 @@ class Fused(Schedule):
     first: Size = Size(2**20)
     """The first bucket closes earlier, so that the wire is not idle while backward starts."""
 
+    alone: Size = Size(4 * 2**20)
+    """A parameter of this size gains nothing from company: it leaves by itself, straight from its gradient's memory."""
+
     def __post_init__(self) -> None:
-        if self.bucket < 1 or self.first < 1:
+        if self.bucket < 1 or self.first < 1 or self.alone < 1:
             raise ValueError("a bucket holds at least 1B")
 
     def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
-        groups: list[list[Spec]] = []
-        room = 0
+        closed: list[list[Spec]] = []
+        filling: list[Spec] = []
+        limit = min(self.first, self.bucket)
         for spec in specs:
-            if room <= 0:
-                room = min(self.first, self.bucket) if not groups else self.bucket
-                groups.append([])
-            groups[-1].append(spec)
-            room -= spec.nbytes
-        return wave(groups, rounds)
+            if spec.nbytes >= self.alone:
+                closed.append([spec])
+                continue
+            filling.append(spec)
+            if sum(each.nbytes for each in filling) >= limit:
+                closed.append(filling)
+                filling, limit = [], self.bucket
+        return wave([*closed, filling] if filling else closed, rounds)

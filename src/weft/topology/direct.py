@@ -82,11 +82,21 @@ def forest(lo: int, hi: int, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def add_tree(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> Tensor:
-    """The sum over [lo, hi), from the subtrees at hand; narrow floats are added in float32 and rounded once."""
-    some = next(iter(nodes.values()))
-    if some.dtype in (torch.float16, torch.bfloat16):
-        return add_tree({k: v.float() for k, v in nodes.items()}, lo, hi).to(some.dtype)
-    return _add(nodes, lo, hi)[0]
+    """The sum over [lo, hi), from the leaves at hand; narrow floats are added in float32 and rounded once."""
+    return add_wide(nodes, lo, hi).to(next(iter(nodes.values())).dtype)
+
+
+def add_wide(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> Tensor:
+    """The sum over [lo, hi), from the subtrees at hand, not yet rounded: as a part of a larger sum."""
+    if (lo, hi) in nodes:
+        return nodes[lo, hi]
+    below = {key: node for key, node in nodes.items() if lo <= key[0] and key[1] <= hi}
+    return _add({key: node.to(wide(node.dtype)) for key, node in below.items()}, lo, hi)[0]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are kept in until they are complete."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _add(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> tuple[Tensor, bool]:

@@ -19,7 +19,7 @@ from weft.errors import PeerLost
 from weft.ops import All, Collective, Flow, Payload, Place, Recv, Round, Scatter, Send, Sum, nbytes
 from weft.topology import Topology
 from weft.topology._parts import bounds
-from weft.topology.direct import Direct, add_tree, forest
+from weft.topology.direct import Direct, add_wide, forest, wide
 from weft.topology.ring import Ring
 
 Works = list[Any]
@@ -78,7 +78,7 @@ class Processes:
         match ops[0]:
             case Sum():
                 total = yield from self._sum([op.payload for op in ops], tag)
-                return [total] * len(ops)
+                return [total if op.payload is total else op.payload.copy_(total) for op in ops]
             case All():
                 gathered = yield from self._all([op.payload for op in ops], tag)
                 return [gathered] * len(ops)
@@ -94,7 +94,7 @@ class Processes:
         layout, ranks = self.layout, self.layout.carried()
         if isinstance(self.topology, Direct):
             local = {(r, r + 1): payload for r, payload in zip(ranks, payloads, strict=True)}
-            nodes = {(lo, hi): add_tree(local, lo, hi) for lo, hi in forest(0, layout.workers, ranks.start, ranks.stop)}
+            nodes = {(lo, hi): add_wide(local, lo, hi) for lo, hi in forest(0, layout.workers, ranks.start, ranks.stop)}
             if not self.connected:
                 return home.copy_(nodes[0, layout.workers])
             return (yield from self._sum_direct(nodes, home, tag))
@@ -118,17 +118,18 @@ class Processes:
         arrived = {key: node.view(-1)[mine] for key, node in nodes.items()}
         sends: list[tuple[int, Tensor]] = []
         recvs: list[tuple[int, Tensor]] = []
-        room = self._room(tag, layout.workers * (cuts[me][1] - cuts[me][0]), home)
+        size = cuts[me][1] - cuts[me][0]
         for k in range(1, n):
             to, source = (me + k) % n, (me - k) % n
             sends += [(to, node.view(-1)[slice(*cuts[to])]) for node in nodes.values()]
             ranks = layout.carried(source)
             for key in forest(0, layout.workers, ranks.start, ranks.stop):
-                size = cuts[me][1] - cuts[me][0]
+                dtype = wide(home.dtype) if key[1] - key[0] > 1 else home.dtype  # a leaf is not a sum
+                room = self._room(tag, layout.workers * size, dtype, home.device)
                 arrived[key] = room[key[0] * size : (key[0] + 1) * size]
                 recvs.append((source, arrived[key]))
         yield self._post(sends, recvs, tag)
-        flat[mine] = add_tree(arrived, 0, layout.workers)
+        flat[mine] = add_wide(arrived, 0, layout.workers)
         others = [(me + k) % n for k in range(1, n)]
         yield self._post(
             [(to, flat[mine]) for to in others], [(to, flat[slice(*cuts[to])]) for to in reversed(others)], tag
@@ -214,11 +215,11 @@ class Processes:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _room(self, tag: int, numel: int, like: Tensor) -> Tensor:
+    def _room(self, tag: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what arrives, kept from step to step."""
-        key = (tag, numel, like.dtype, like.device)
+        key = (tag, numel, dtype, device)
         if key not in self.scratch:
-            self.scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+            self.scratch[key] = torch.empty(numel, dtype=dtype, device=device)
         return self.scratch[key]
 
     # --- agreements, outside of steps -------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Where one worker's gradients lie between backward and step, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.compression import Bucket, Piece
+from weft.ops import Spec
+from weft.schedule import Timetable
+
+
+class Memory:
+    """A bucket of several parameters has memory of its own; a bucket of one takes over what autograd made.
+
+    Parameters are known by their number in the model; `members[b]` are those of bucket b.
+    """
+
+    def __init__(self, timetable: Timetable, members: Sequence[Sequence[int]], params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.alone: dict[int, tuple[int, Spec]] = {}
+        self.buckets: list[Bucket | None] = [None] * len(members)
+        self._views: dict[int, Tensor] = {}
+        for b, (group, inside) in enumerate(zip(timetable.buckets, members, strict=True)):
+            if len(inside) == 1:
+                self.alone[inside[0]] = b, group[0]
+                continue
+            sizes = [spec.numel for spec in group]
+            flat = torch.zeros(sum(sizes), dtype=group[0].dtype, device=params[inside[0]].device)
+            parts = flat.split(sizes)
+            self._views |= {i: _shaped(part, params[i]) for i, part in zip(inside, parts, strict=True)}
+            pieces = [Piece(spec, part, part) for spec, part in zip(group, parts, strict=True)]
+            self.buckets[b] = Bucket(tuple(pieces), flat)
+
+    def holds(self, index: int, grad: Tensor) -> bool:
+        """Whether this gradient already lies in its bucket."""
+        view = self._views.get(index)
+        return view is not None and view.data_ptr() == grad.data_ptr()
+
+    def view(self, index: int) -> Tensor:
+        """A parameter's gradient in its bucket."""
+        return self._views[index]
+
+    def put(self, index: int, grad: Tensor, share: float) -> Tensor:
+        """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1)."""
+        if not self.holds(index, grad):
+            if index not in self.alone:
+                view = self._views[index]
+                return torch.mul(grad, share, out=view) if share else view.zero_()
+            self.take(index, grad if _alike(grad, self.params[index]) else _fresh(self.params[index]).copy_(grad))
+        view = self._views[index]
+        if share == 1.0:
+            return view
+        return view.mul_(share) if share else view.zero_()
+
+    def zero(self, index: int) -> None:
+        """No gradient: nothing is added."""
+        if index in self.alone and index not in self._views:
+            self.take(index, _fresh(self.params[index]))
+        self._views[index].zero_()
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """A gradient's own memory becomes its bucket."""
+        b, spec = self.alone[index]
+        flat = grad.as_strided((grad.numel(),), (1,))
+        self._views[index] = grad
+        self.buckets[b] = Bucket((Piece(spec, flat, flat),), flat)
+
+    def release(self) -> None:
+        """Let go of memory that autograd made, so that it can be used again."""
+        for index, (b, _) in self.alone.items():
+            self._views.pop(index, None)
+            self.buckets[b] = None
+
+
+def _shaped(part: Tensor, param: Tensor) -> Tensor:
+    """A bucket's range as a gradient, strided like its parameter where that is dense, as autograd wants it."""
+    return part.as_strided(param.shape, param.stride()) if _dense(param) else part.view(param.shape)
+
+
+def _fresh(param: Tensor) -> Tensor:
+    return _shaped(torch.zeros(param.numel(), dtype=param.dtype, device=param.device), param)
+
+
+def _alike(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient is dense memory in the layout that every rank gives this parameter."""
+    return _dense(param) and grad.stride() == param.stride() and grad.dtype == param.dtype
+
+
+def _dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

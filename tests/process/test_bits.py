@@ -1,0 +1,238 @@
+"""Bits: replicas agree at every step; `direct` gives the same bits however it runs; `ring` gives DDP's."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft
+from tests.process.harness import spawn
+from weft.ops import Spec
+from weft.schedule import Schedule, Timetable
+from weft.schedule._wave import wave
+from weft.strategy import Strategy
+
+WORKERS = 4
+STEPS = 4
+SCHEDULES = ("sequential", "wfbp", "fused(bucket=16KiB)")
+COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))")
+TOPOLOGIES = ("direct", "ring", "halving_doubling", "recursive_doubling")
+OTHER_BUCKETS = ("fused(bucket=1KiB, first=100B)", "fused(bucket=64KiB, first=64KiB)")
+
+Hashes = list[str]
+"""A replica's state after each step."""
+Outcome = tuple[Hashes, dict[int, list[float]]]
+"""With it, each carried worker's losses."""
+
+
+def model_with_dice() -> nn.Sequential:
+    """Dropout draws from each worker's own stream; BatchNorm leaves buffers; about 60 KiB in float32."""
+    torch.manual_seed(5)
+    layers: list[nn.Module] = [nn.Linear(13, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)]
+    layers += [nn.Linear(64, 101), nn.BatchNorm1d(101), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(101, 70, bias=False), nn.Tanh(), nn.Linear(70, 3))
+
+
+def batches(steps: int, width: int = 13) -> DataLoader[Any]:
+    rng = torch.Generator().manual_seed(8)
+    count = 6 * WORKERS * steps
+    x = torch.randn(count, width, generator=rng)
+    return DataLoader(TensorDataset(x, x[:, :3].sin() + x[:, 3:6]), batch_size=6)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from tensors_of(value[key])
+
+
+def digest(*states: Any) -> str:
+    """All tensors of nested states, as bits."""
+    whole = hashlib.blake2b(digest_size=8)
+    for tensor in itertools.chain.from_iterable(map(tensors_of, states)):
+        whole.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def train(strategies: Sequence[str]) -> list[Outcome]:
+    """One run after another, each with a rendezvous of its own."""
+    store, outcomes = os.environ["WEFT_STORE"], []
+    for strategy in strategies:
+        os.environ["WEFT_STORE"] = f"{store}-{len(outcomes)}"
+        run = weft.init(strategy, seed=3)
+        model = model_with_dice()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = run.distribute(model, optimizer)
+        hashes: Hashes = []
+        losses: dict[int, list[float]] = {}
+        for x, y in run.shard(batches(STEPS)):
+            rank = run.rank
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(rank, []).append(loss.item())
+            if run.step > len(hashes):
+                hashes.append(digest(model.state_dict(), optimizer.state_dict()["state"]))
+        outcomes.append((hashes, losses))
+        run.close()
+    return outcomes
+
+
+def spelled(topology: str) -> list[str]:
+    schedules = SCHEDULES + OTHER_BUCKETS if topology == "direct" else SCHEDULES
+    return [f"bsp / {topology} / {c} / {s}" for c in COMPRESSIONS for s in schedules]
+
+
+@functools.cache
+def outcomes(topology: str, processes: int) -> dict[str, list[Outcome]]:
+    """By strategy, what each process saw."""
+    strategies = spelled(topology)
+    rows = spawn(processes, train, strategies, workers=WORKERS)
+    return dict(zip(strategies, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def losses_of(parts: list[Outcome]) -> dict[int, list[float]]:
+    return dict(sorted((rank, losses) for _, told in parts for rank, losses in told.items()))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_replicas_are_equal_at_every_step(topology: str, compression: str, schedule: str) -> None:
+    parts = outcomes(topology, WORKERS)[f"bsp / {topology} / {compression} / {schedule}"]
+    hashes = [part[0] for part in parts]
+    assert len(hashes) == WORKERS and len(set(hashes[0])) == STEPS  # it does move
+    assert all(other == hashes[0] for other in hashes)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_direct_has_the_same_bits_however_it_runs(compression: str) -> None:
+    """Any schedule, any buckets, and four workers on one, two, three or four processes; losses included."""
+    first = outcomes("direct", WORKERS)[f"bsp / direct / {compression} / {SCHEDULES[0]}"]
+    for processes, schedule in itertools.product((1, 2, 3, 4), SCHEDULES + OTHER_BUCKETS):
+        parts = outcomes("direct", processes)[f"bsp / direct / {compression} / {schedule}"]
+        assert len(parts) == processes
+        assert all(hashes == first[0][0] for hashes, _ in parts), (processes, schedule)
+        assert losses_of(parts) == losses_of(first), (processes, schedule)
+
+
+def test_dice_are_each_workers_own() -> None:
+    """Every worker draws another dropout mask for the same batch, and the same one in whichever process it is."""
+    draws = [dict(itertools.chain.from_iterable(spawn(n, throw, workers=WORKERS))) for n in (1, 3, 4)]
+    assert draws[0] == draws[1] == draws[2]
+    assert len(draws[0]) == WORKERS * 2 == len(set(draws[0].values()))
+
+
+def throw() -> list[tuple[tuple[int, int], str]]:
+    run = weft.init("bsp / direct")
+    model = nn.Linear(1, 1)
+    model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn = []
+    for _ in run.shard([torch.ones(1, 1)] * 2 * WORKERS):
+        drawn.append(((run.step, run.rank), digest(torch.rand(50))))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drawn
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------------------------
+
+CAP_MB = 0.03
+LONG = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpLayout(Schedule):
+    """Buckets as DDP lays them out, whatever order backward takes."""
+
+    groups: tuple[tuple[str, ...], ...]
+
+    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+        by_name = {spec.name: spec for spec in specs}
+        return wave([[by_name[name] for name in group] for group in self.groups], rounds)
+
+
+def wide_model() -> nn.Sequential:
+    torch.manual_seed(6)
+    layers: list[nn.Module] = [nn.Linear(40, 120), nn.ReLU()]
+    for a, b in itertools.pairwise((120, 130, 90, 150, 60)):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(60, 3))
+
+
+def ddp_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """DDP's first buckets, which it keeps with find_unused_parameters=True; a given cap holds for all of them."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    limits = [int(CAP_MB * 1024 * 1024)]
+    groups, _ = dist._compute_bucket_assignment_by_size(list(params), limits, [False] * len(params))
+    return tuple(tuple(names[i] for i in group) for group in reversed(groups))
+
+
+def ddp(model: nn.Module, groups: Sequence[Sequence[str]]) -> DistributedDataParallel:
+    """DDP around a model, and a check that its buckets are these."""
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, find_unused_parameters=True)
+    sizes = [sum(model.get_parameter(name).numel() for name in group) for group in groups]
+    assert [bucket.buffer().numel() for bucket in wrapped.reducer._get_zeros_like_grad_buckets()] == sizes
+    return wrapped
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Any) -> list[float]:
+    losses = []
+    for x, y in feed:
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def beside_ddp() -> tuple[int, dict[str, list[float]], dict[str, str]]:
+    """The same training three times: DDP, Weft with DDP's buckets, Weft as it is."""
+    groups = ddp_groups(wide_model())
+    strategies = {"same": Strategy.of(Strategy.parse("ring").topology, DdpLayout(groups=groups))}
+    strategies |= {"plain": Strategy.parse("bsp / ring / fused")}
+    store = os.environ["WEFT_STORE"]
+    losses: dict[str, list[float]] = {}
+    ends: dict[str, str] = {}
+    for name, strategy in strategies.items():
+        os.environ["WEFT_STORE"] = f"{store}-{name}"
+        run = weft.init(strategy)
+        model = wide_model()
+        losses[name] = fit(*run.distribute(model, sgd(model)), run.shard(batches(LONG, width=40)))
+        ends[name] = digest(model.state_dict())
+        if name == "same":
+            model = wide_model()
+            mine = itertools.islice(batches(LONG, width=40), run.rank, None, WORKERS)
+            losses["ddp"], ends["ddp"] = fit(ddp(model, groups), sgd(model), mine), digest(model.state_dict())
+        run.close()
+    return len(groups), losses, ends
+
+
+def test_ring_has_ddps_bits() -> None:
+    """Float32 losses over fifty steps: equal bit for bit with DDP's buckets, to 1e-4 with Weft's own."""
+    for buckets, losses, ends in spawn(WORKERS, beside_ddp):
+        assert buckets >= 4 and len(losses["ddp"]) == LONG
+        assert losses["ddp"][-1] < 0.9 * losses["ddp"][0]
+        assert losses["same"] == losses["ddp"] and ends["same"] == ends["ddp"]
+        assert losses["plain"] == pytest.approx(losses["ddp"], rel=1e-4)
