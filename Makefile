@@ -1,22 +1,22 @@
-# make run | test | quick | install | soak | gpu      (Python 3.11 or newer and nothing else)
+# make run | test | quick | install | soak | gpu | lint | clean        needs Python 3.11 or newer and nothing else
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.installed
 
 .PHONY: run test quick install soak gpu lint clean
 
+run: $(STAMP)
+	$(BIN)/weft train text -n 2 --steps 60 -- --size 2m
+
 install: $(STAMP)
 
-# torch first, and only where none is there yet, so that nothing drags in another build
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+# torch first, and only where none is there yet, so that nothing drags in another build or replaces one
+$(STAMP): pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,track]"
 	touch $@
-
-run: $(STAMP)
-	$(BIN)/weft train text -n 2 --steps 40 -- --size 2m
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,15 +27,14 @@ test: lint
 	$(BIN)/python -m pytest tests --ignore tests/gpu
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest tests/test_tiny.py tests/pure -m "not slow"
+	$(BIN)/python -m pytest tests/test_tiny.py tests/pure
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
-	$(BIN)/python bench/overhead.py
 
 gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu
 	PYTHONPATH=src python3 bench/overhead.py --gpu
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf .venv runs

@@ -32,6 +32,7 @@ from torch import nn
 import weft
 from weft.jobs import text, wide
 from weft.jobs._common import cross_entropy
+from weft.runtime import worker
 
 Loop = Callable[[int], list[float]]
 """Runs so many steps and returns the seconds of each."""
@@ -122,33 +123,44 @@ def cpu_share() -> Iterator[dict[str, float]]:
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
+def join(strategy: str, device: str, out: Path | None) -> weft.Run:
+    """A run among others in the same processes and the same group, which a job never has."""
+    worker._current = None
+    if dist.is_initialized():
+        worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
+    return weft.init(strategy, device=device, out=out)
+
+
 def one_process(args: argparse.Namespace, job: str, size: str, batch: int) -> list[dict[str, Any]]:
-    """Hooks, buckets and collectives forced on, against the plain loop."""
+    """Hooks, buckets and collectives forced on, with and without a run folder, against the plain loop."""
+    loops: dict[str, Loop] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"WEFT_FORCE": "1", "WEFT_STORE": f"{folder}/store", "RANK": "0", "WORLD_SIZE": "1"}
-        run = weft.init("bsp / ring / fused", device="cuda" if args.gpu else "cpu", out=Path(folder) / "run")
-        plain = [setup(job, size, batch, run.device) for _ in range(2)]
-        model, optimizer, batches = setup(job, size, batch, run.device)
-        model, optimizer = run.distribute(model, optimizer)
-        loops = {
-            "plain": loop(*plain[0][:2], lambda: cycle(plain[0][2]), args.half, run.device),
-            "plain again": loop(*plain[1][:2], lambda: cycle(plain[1][2]), args.half, run.device),
-            "weft": loop(model, optimizer, lambda: cycle(batches), args.half, run.device),
-        }
+        for name, out in (("weft", Path(folder) / "run"), ("weft unrecorded", None)):
+            run = join("bsp / ring / fused", "cuda" if args.gpu else "cpu", out)
+            model, optimizer, batches = setup(job, size, batch, run.device)
+            model, optimizer = run.distribute(model, optimizer)
+            loops[name] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, run.device)
+        for name in ("plain", "plain again"):
+            model, optimizer, batches = setup(job, size, batch, run.device)
+            loops[name] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, run.device)
         with cpu_share() as share:
             medians = compare(loops, args.pairs, args.steps, args.warmup)
-        run.close()
+        dist.destroy_process_group()
     what = f"one process, {job} {size}, {run.device.type}" + (", bf16 autocast" if args.half else "")
-    return rows(what, medians, "weft", "plain", share)
+    recorded = rows(what, medians, "weft", "weft unrecorded", share, again=False)
+    return rows(what, medians, "weft", "plain", share) + recorded
 
 
-def rows(what: str, medians: dict[str, list[float]], ours: str, reference: str, share: dict[str, float]) -> list[Any]:
+def rows(
+    what: str, medians: dict[str, list[float]], ours: str, reference: str, share: dict[str, float], again: bool = True
+) -> list[Any]:
     return [
         {"what": what, "ours": name, "reference": reference}
         | ratio(medians[name], medians[reference])
         | {"ours_s": statistics.median(medians[name]), "reference_s": statistics.median(medians[reference])}
         | share
-        for name in (ours, f"{reference} again")
+        for name in ((ours, f"{reference} again") if again else (ours,))
     ]
 
 
@@ -177,19 +189,12 @@ def _worker(
 ) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.runtime import worker
-
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WEFT_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"}
-    runs = []
     loops: dict[str, Loop] = {}
     device = torch.device("cpu")
-    for strategy in strategies:
-        worker._current = None  # several runs share the process group here, which a job never does
-        if dist.is_initialized():
-            worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
-        run = weft.init(strategy, device="cpu", out=Path(folder) / f"run-{len(runs)}")
-        runs.append(run)
+    for number, strategy in enumerate(strategies):
+        run = join(strategy, "cpu", Path(folder) / f"run-{number}")
         model, optimizer, batches = setup(job, size, batch, device)
         model, optimizer = run.distribute(model, optimizer)
         loops[strategy] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, device)
@@ -234,7 +239,7 @@ def main() -> None:
             found += two_workers(args, job, size, batch, strategies)
     for row in found:
         print(
-            f"{row['what']:45} {row['ours']:22} / {row['reference']:6} {row['ratio']:.4f} "
+            f"{row['what']:45} {row['ours']:20} / {row['reference']:15} {row['ratio']:.4f} "
             f"[{row['low']:.4f}, {row['high']:.4f}] iqr {row['iqr']:.4f}, {row['ours_s'] * 1e3:.1f} ms against "
             f"{row['reference_s'] * 1e3:.1f}, cpu {row['cpu']:.0%}, steal {row['steal']:.1%}, {row['pairs']} pairs"
         )

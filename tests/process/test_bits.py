@@ -29,7 +29,7 @@ STEPS = 4
 SCHEDULES = ("sequential", "wfbp", "fused(bucket=16KiB)")
 COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))")
 TOPOLOGIES = ("direct", "ring", "halving_doubling", "recursive_doubling")
-OTHER_BUCKETS = ("fused(bucket=1KiB, first=100B)", "fused(bucket=64KiB, first=64KiB)")
+OTHER_BUCKETS = ("fused(bucket=1KiB, first=100B)", "fused(bucket=64KiB, first=64KiB, alone=2KiB)")
 
 Hashes = list[str]
 """A replica's state after each step."""
@@ -37,12 +37,23 @@ Outcome = tuple[Hashes, dict[int, list[float]]]
 """With it, each carried worker's losses."""
 
 
+class Double(nn.Module):
+    """A layer of another dtype, which needs a bucket of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.double()).float()
+
+
 def model_with_dice() -> nn.Sequential:
-    """Dropout draws from each worker's own stream; BatchNorm leaves buffers; about 60 KiB in float32."""
+    """Dropout draws from each worker's own stream; BatchNorm leaves buffers; about 60 KiB."""
     torch.manual_seed(5)
     layers: list[nn.Module] = [nn.Linear(13, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)]
     layers += [nn.Linear(64, 101), nn.BatchNorm1d(101), nn.ReLU(), nn.Dropout(0.2)]
-    return nn.Sequential(*layers, nn.Linear(101, 70, bias=False), nn.Tanh(), nn.Linear(70, 3))
+    return nn.Sequential(*layers, nn.Linear(101, 70, bias=False), nn.Tanh(), Double(nn.Linear(70, 3)))
 
 
 def batches(steps: int, width: int = 13) -> DataLoader[Any]:
@@ -129,6 +140,23 @@ def test_direct_has_the_same_bits_however_it_runs(compression: str) -> None:
         assert len(parts) == processes
         assert all(hashes == first[0][0] for hashes, _ in parts), (processes, schedule)
         assert losses_of(parts) == losses_of(first), (processes, schedule)
+
+
+def start() -> tuple[str, str]:
+    """A model that this process alone has drawn, before and after it becomes part of the run."""
+    run = weft.init("bsp / direct")
+    torch.manual_seed(run.rank)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), Double(nn.Linear(5, 2)))
+    model[1].running_mean += run.rank
+    before = digest(model.state_dict())
+    run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return before, digest(model.state_dict())
+
+
+def test_everyone_starts_from_process_0() -> None:
+    rows = spawn(3, start, workers=WORKERS)
+    assert len({before for before, _ in rows}) == 3
+    assert {after for _, after in rows} == {rows[0][0]}
 
 
 def test_dice_are_each_workers_own() -> None:

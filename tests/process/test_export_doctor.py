@@ -240,7 +240,7 @@ def test_refusals_are_one_sentence(
         ("does not exist", ["nowhere", "--to", "csv"]),
         ("is not a folder", [run / "report.json", "--to", "csv"]),
         ("holds no step", [empty, "--to", "csv"]),
-        ("cannot be read", [broken, "--to", "csv"]),
+        ("holds no step", [broken, "--to", "csv"]),
         ("cannot be written", [run, "--to", "csv", "--out", tmp_path]),
         ("writes to a path;", [run, "--to", "csv", "--out", "http://localhost:1"]),
         ("a path or an http(s) address;", [run, "--to", "mlflow", "--out", "sqlite:///x.db"]),

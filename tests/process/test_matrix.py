@@ -29,9 +29,10 @@ STEPS = 6
 SCHEDULES = {
     "sequential": "bsp / direct / sequential",
     "wfbp": "bsp / direct / wfbp",
-    "fused": "bsp / direct / fused(bucket=256B, first=128B)",
-    "ring": "bsp / ring / fused(bucket=256B, first=128B)",
+    "fused": "bsp / direct / fused(bucket=256B, first=128B, alone=400B)",
+    "ring": "bsp / ring / fused(bucket=256B, first=128B, alone=400B)",
 }
+"""Small enough for several buckets, some of one parameter and some of several."""
 
 Batch = tuple[Tensor, Tensor]
 Trained = tuple[dict[str, Any], list[float]]
@@ -501,6 +502,23 @@ def own_list(run: Any) -> dict[str, Any]:
     return fit(run, model, sgd(model), run.own([list(loader) for loader in own_loaders()]))
 
 
+def own_overflow(run: Any) -> dict[str, Any]:
+    """Worker 0's last batch overflows and all skip; what it computes later, without a batch, must not count."""
+    model = mlp()
+    grow = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model, optimizer, grow = run.distribute(model, sgd(model), grow)
+    loaders = own_loaders()
+    loaders[0].dataset.tensors[1][-1] = 1e308
+    for x, y in run.own(loaders):
+        loss = mse(model(x), y)
+        grow.scale(loss).backward()
+        grow.step(optimizer)
+        grow.update()
+        optimizer.zero_grad()
+        run.log(loss=loss)
+    return state_of(model, scale=grow.get_scale())
+
+
 def own_unused(run: Any) -> dict[str, Any]:
     """Worker 0's last batch takes the branch; worker 0 without a batch must not count as taking it again."""
     model = Branches()
@@ -592,6 +610,26 @@ def dropped(run: Any) -> dict[str, Any]:
 def streamed(run: Any) -> dict[str, Any]:
     model = mlp()
     return fit(run, model, sgd(model), run.shard(DataLoader(Stream(), batch_size=3)))
+
+
+class Image(nn.Module):
+    """Convolutions whose weights and gradients lie in memory by another order than their dimensions'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.one, self.two, self.head = nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, (1, 2)), nn.Linear(4, 3)
+        self.double().to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 2, 1, 3).expand(-1, -1, 3, -1).contiguous(memory_format=torch.channels_last)
+        return self.head(self.two(self.one(image).tanh()).mean((2, 3)))
+
+
+def channels_last(run: Any) -> dict[str, Any]:
+    model = Image()
+    assert not model.one.weight.is_contiguous()
+    return fit(run, model, sgd(model), run.shard(batches()))
 
 
 def checkpointed(run: Any) -> dict[str, Any]:
@@ -710,6 +748,7 @@ SIZES: dict[Any, Callable[[], list[list[int]]]] = {
     own: own_sizes,
     own_list: own_sizes,
     own_unused: own_sizes,
+    own_overflow: own_sizes,
     batched_dataset: uneven_sizes,
     streamed: uneven_sizes,
     dropped: lambda: even_sizes()[:5],
@@ -720,7 +759,7 @@ SIZES: dict[Any, Callable[[], list[list[int]]]] = {
 # --- equal ----------------------------------------------------------------------------------------------------------
 
 REPEATED = [twice, every_second, kept]
-OWN = [own, own_list, own_unused, batchnorm_own]
+OWN = [own, own_list, own_unused, own_overflow, batchnorm_own]
 ANYWHERE = [
     plain,
     adamw,
@@ -743,6 +782,7 @@ ANYWHERE = [
     batched_dataset,
     streamed,
     dropped,
+    channels_last,
     checkpointed,
     batchnorm,
     batchnorm_accumulated,

@@ -58,12 +58,7 @@ def _steps(run: Path) -> Events:
     if not run.is_dir():
         what = "is not a folder" if run.exists() else "does not exist"
         raise UserError(f"the run {run} {what}; give a run folder that `weft train` made, as in runs/NAME")
-    try:
-        steps = events(run)
-    except UserError:
-        raise
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"the events in {run} cannot be read ({error}); give a run folder as a run left it") from None
+    steps = events(run)
     if not steps:
         raise UserError(f"{run} holds no step; the run ended before its first, so train again")
     return steps

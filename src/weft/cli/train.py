@@ -130,14 +130,14 @@ class _Bar:
     def __init__(self, show: Console, steps: int | None) -> None:
         self.show, self.steps, self.told = show, steps, 0.0
         self.bar = Progress(
-            TextColumn("step {task.completed:.0f}" + (f"/{steps}" if steps else "")),
+            TextColumn("step {task.fields[at]}"),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=show,
             disable=not show.is_terminal,
         )
-        self.task = self.bar.add_task("starting", total=steps)
+        self.task = self.bar.add_task("starting", total=steps, at=0)
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -154,10 +154,11 @@ class _Bar:
         loss = f"loss {event['loss']:.4f}, " if isinstance(event.get("loss"), float) else ""
         rates = f"{event['samples'] * event['workers'] / step_s:.0f} samples/s, "
         rates += f"{bytes_text(event['wire_bytes'] / step_s)}/s"
+        of = f"/{event['steps']}" if event["steps"] else ""
         if self.show.is_terminal:
-            self.bar.update(self.task, completed=event["step"], total=event["steps"], description=loss + rates)
+            known = {"completed": event["step"], "total": event["steps"], "description": loss + rates}
+            self.bar.update(self.task, at=f"{event['step']}{of}", **known)
         elif time.monotonic() - self.told > _PLAIN_EVERY_S:
             self.told = time.monotonic()
             left = f", {(event['steps'] - event['step']) * step_s:.0f} s left" if event["steps"] else ""
-            of = f"/{event['steps']}" if event["steps"] else ""
             self.show.print(f"step {event['step']}{of}: {loss}{rates}{left}", markup=False)

@@ -20,7 +20,7 @@ class Topk(Compressor):
     it beats a dense ring while ratio < 2b / (n (b + 4)).
     """
 
-    ratio: float = 0.01
+    ratio: float = 0.001
     """The share of each parameter's values that is sent."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,53 @@
+"""Too long for every change: `make soak`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from tests.process.harness import spawn
+from weft.axis import catalogue
+
+STEPS = 1000
+STRATEGIES = [
+    f"bsp / {topology} / {compression} / {schedule}"
+    for topology in catalogue("topology")
+    for compression in ("dense", "cast", "error_feedback(topk(ratio=0.05))")
+    for schedule in ("sequential", "wfbp", "fused(bucket=4KiB, first=1KiB)")
+]
+
+
+def train() -> tuple[str, float, float]:
+    """A thousand steps of a small network; returns a hash of its parameters, and its first and last loss."""
+    run = weft.init(steps=STEPS)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(512, 16, generator=random)
+    y = x[:, :4].prod(1, keepdim=True)
+    model: Any = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    model, optimizer = run.distribute(model, optimizer)
+    losses = []
+    for inputs, targets in run.shard([(x[i : i + 8], y[i : i + 8]) for i in range(0, 512, 8)], epochs=None):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    run.close()
+    return hashlib.sha256(state).hexdigest(), sum(losses[:50]) / 50, sum(losses[-50:]) / 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_replicas_stay_equal_for_a_thousand_steps(strategy: str) -> None:
+    four = spawn(4, train, WEFT_STRATEGY=strategy)
+    assert len({digest for digest, _, _ in four}) == 1
+    assert all(last < first for _, first, last in four)
+    if "direct" in strategy:
+        assert {digest for digest, _, _ in spawn(3, train, workers=4, WEFT_STRATEGY=strategy)} == {four[0][0]}
