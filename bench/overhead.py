@@ -4,9 +4,9 @@
     python bench/overhead.py --gpu           one process with NCCL on a GPU, `text` at 350m, bf16 autocast
     python bench/overhead.py --exactness     direct against ring, two workers
 
-Each pair is a block of steps with one loop and a block with the other, in alternating order, in the same processes and
-on the same data; the figure is the median ratio of the pairs' median steps with a bootstrap interval of 95 %. The same
-reference against itself stands beside it: a figure within that noise says nothing.
+Each pair has fresh processes, in which blocks of steps with the one and the other loop alternate, on the same data; the
+figure is the median ratio of the pairs' median steps with a bootstrap interval of 95 %. The same reference against
+itself stands beside it: a figure within that noise says nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.jobs import text, wide
 from weft.jobs._common import cross_entropy
 from weft.runtime import worker
 
+BLOCKS = 4
 Loop = Callable[[int], list[float]]
 """Runs so many steps and returns the seconds of each."""
 
@@ -79,17 +81,17 @@ def cycle(batches: list[Any]) -> Iterator[Any]:
         yield from batches
 
 
-def compare(loops: dict[str, Loop], pairs: int, steps: int, warmup: int) -> dict[str, list[float]]:
-    """Median step of each block, by loop; blocks interleaved, the order turned round from pair to pair."""
-    for run in loops.values():
-        run(warmup)
-    medians: dict[str, list[float]] = {name: [] for name in loops}
+def compare(loops: dict[str, Loop], steps: int, warmup: int, turn: int) -> dict[str, float]:
+    """The median step of each loop, in blocks that alternate; each block's first step is left out."""
     names = list(loops)
-    for pair in range(pairs):
-        for name in names if pair % 2 == 0 else reversed(names):
-            loops[name](1)
-            medians[name].append(statistics.median(loops[name](steps)))
-    return medians
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        loops[name](warmup)
+    for block in range(BLOCKS):
+        at = (turn + block) % len(names)
+        for name in names[at:] + names[:at]:
+            times[name] += loops[name](1 + steps // BLOCKS)[1:]
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -123,33 +125,48 @@ def cpu_share() -> Iterator[dict[str, float]]:
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
-def join(strategy: str, device: str, out: Path | None) -> weft.Run:
-    """A run among others in the same processes and the same group, which a job never has."""
-    worker._current = None
-    if dist.is_initialized():
-        worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
-    return weft.init(strategy, device=device, out=out)
+Build = Callable[[], Loop]
+
+
+def ours(args: argparse.Namespace, strategy: str, out: Path | None, *what: Any) -> Build:
+    """A loop under Weft, in a run among others on the same process group, which a job never has."""
+
+    def build() -> Loop:
+        worker._current = None
+        run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out)
+        model, optimizer, batches = setup(*what, run.device)
+        model, optimizer = run.distribute(model, optimizer)
+        return loop(model, optimizer, lambda: cycle(batches), args.half, run.device)
+
+    return build
+
+
+def theirs(args: argparse.Namespace, wrap: Callable[[nn.Module], nn.Module], *what: Any) -> Build:
+    """The plain loop, or one under another wrapper."""
+
+    def build() -> Loop:
+        device = torch.device("cuda" if args.gpu else "cpu")
+        model, optimizer, batches = setup(*what, device)
+        return loop(wrap(model), optimizer, lambda: cycle(batches), args.half, device)
+
+    return build
 
 
 def one_process(args: argparse.Namespace, job: str, size: str, batch: int) -> list[dict[str, Any]]:
     """Hooks, buckets and collectives forced on, with and without a run folder, against the plain loop."""
-    loops: dict[str, Loop] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"WEFT_FORCE": "1", "WEFT_STORE": f"{folder}/store", "RANK": "0", "WORLD_SIZE": "1"}
-        for name, out in (("weft", Path(folder) / "run"), ("weft unrecorded", None)):
-            run = join("bsp / ring / fused", "cuda" if args.gpu else "cpu", out)
-            model, optimizer, batches = setup(job, size, batch, run.device)
-            model, optimizer = run.distribute(model, optimizer)
-            loops[name] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, run.device)
-        for name in ("plain", "plain again"):
-            model, optimizer, batches = setup(job, size, batch, run.device)
-            loops[name] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, run.device)
-        with cpu_share() as share:
-            medians = compare(loops, args.pairs, args.steps, args.warmup)
-        dist.destroy_process_group()
-    what = f"one process, {job} {size}, {run.device.type}" + (", bf16 autocast" if args.half else "")
+    medians, share = in_processes(args, 1, _alone, job, size, batch)
+    what = f"one process, {job} {size}, {'cuda' if args.gpu else 'cpu'}" + (", bf16 autocast" if args.half else "")
     recorded = rows(what, medians, "weft", "weft unrecorded", share, again=False)
     return rows(what, medians, "weft", "plain", share) + recorded
+
+
+def _alone(folder: str, args: argparse.Namespace, job: str, size: str, batch: int) -> dict[str, Build]:
+    return {
+        "weft": ours(args, "bsp / ring / fused", Path(folder) / "run", job, size, batch),
+        "plain": theirs(args, lambda model: model, job, size, batch),
+        "weft unrecorded": ours(args, "bsp / ring / fused", None, job, size, batch),
+        "plain again": theirs(args, lambda model: model, job, size, batch),
+    }
 
 
 def rows(
@@ -171,77 +188,97 @@ def two_workers(
     args: argparse.Namespace, job: str, size: str, batch: int, strategies: list[str]
 ) -> list[dict[str, Any]]:
     """Two local processes, each with Weft and DistributedDataParallel on the same process group."""
+    medians, share = in_processes(args, 2, _beside_ddp, job, size, batch, strategies)
+    what = f"two workers, {job} {size}, cpu"
+    return [row for strategy in strategies for row in rows(what, medians, strategy, "ddp", share)]
+
+
+def _beside_ddp(
+    folder: str, args: argparse.Namespace, job: str, size: str, batch: int, strategies: list[str]
+) -> dict[str, Build]:
+    def ddp(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+
+    runs = {
+        strategy: ours(args, strategy, Path(folder) / f"run-{number}", job, size, batch)
+        for number, strategy in enumerate(strategies)
+    }
+    return runs | {name: theirs(args, ddp, job, size, batch) for name in ("ddp", "ddp again")}
+
+
+# --- fresh processes for every pair ---------------------------------------------------------------------------------
+
+
+def in_processes(args: argparse.Namespace, count: int, make: Callable[..., Any], *what: Any) -> tuple[Any, Any]:
+    """Each pair in processes of its own: where a model happens to lie in memory is worth several percent."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        children = [
-            context.Process(target=_worker, args=(rank, folder, args, job, size, batch, strategies))
-            for rank in range(2)
-        ]
-        for child in children:
-            child.start()
-        for child in children:
-            child.join()
-        return json.loads(Path(folder, "rows.json").read_text())  # type: ignore[no-any-return]
-
-
-def _worker(
-    rank: int, folder: str, args: argparse.Namespace, job: str, size: str, batch: int, strategies: list[str]
-) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WEFT_STORE": f"{folder}/store", "GLOO_SOCKET_IFNAME": "lo"}
-    loops: dict[str, Loop] = {}
-    device = torch.device("cpu")
-    for number, strategy in enumerate(strategies):
-        run = join(strategy, "cpu", Path(folder) / f"run-{number}")
-        model, optimizer, batches = setup(job, size, batch, device)
-        model, optimizer = run.distribute(model, optimizer)
-        loops[strategy] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, device)
-    for name in ("ddp", "ddp again"):
-        model, optimizer, batches = setup(job, size, batch, device)
-        model = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-        loops[name] = loop(model, optimizer, lambda batches=batches: cycle(batches), args.half, device)
+    medians: dict[str, list[float]] = {}
     with cpu_share() as share:
-        medians = compare(loops, args.pairs, args.steps, args.warmup)
+        for pair in range(args.pairs):
+            with tempfile.TemporaryDirectory() as folder:
+                places = [(rank, count, folder, pair, args, make, what) for rank in range(count)]
+                children = [context.Process(target=_child, args=place) for place in places]
+                for child in children:
+                    child.start()
+                for child in children:
+                    child.join()
+                for name, median in json.loads(Path(folder, "medians.json").read_text()).items():
+                    medians.setdefault(name, []).append(median)
+    return medians, share
+
+
+def _child(
+    rank: int, count: int, folder: str, pair: int, args: argparse.Namespace, make: Callable[..., Any], what: Any
+) -> None:
+    if not args.gpu:
+        torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "WEFT_STORE": f"{folder}/store"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["WEFT_FORCE"] = "1"
+    worker.World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
+    worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
+    builds = list(make(folder, args, *what).items())
+    at = pair % len(builds)
+    loops = {name: build() for name, build in builds[at:] + builds[:at]}  # who comes first lies elsewhere in memory
+    medians = compare(loops, args.steps, args.warmup, pair)
     if rank == 0:
-        found = [
-            row
-            for strategy in strategies
-            for row in rows(f"two workers, {job} {size}, cpu", medians, strategy, "ddp", share)
-        ]
-        Path(folder, "rows.json").write_text(json.dumps(found))
+        Path(folder, "medians.json").write_text(json.dumps(medians))
     dist.barrier()
     os._exit(0)
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if args.gpu:
+        yield from one_process(args, "text", "350m", 16)
+        return
+    torch.set_num_threads(1)
+    for job in args.jobs:
+        size, batch = {"text": ("2m", 8), "wide": ("25m", 32)}[job]
+        if not args.exactness:
+            yield from one_process(args, job, size, batch)
+        strategies = ["bsp / ring / fused"] + (["bsp / direct / fused"] if args.exactness else [])
+        yield from two_workers(args, job, size, batch, strategies)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--exactness", action="store_true")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--jobs", nargs="+", default=["text", "wide"])
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     args.half = args.gpu
     found = []
-    if args.gpu:
-        found += one_process(args, "text", "350m", 16)
-    else:
-        torch.set_num_threads(1)
-        for job in args.jobs:
-            size, batch = {"text": ("2m", 8), "wide": ("25m", 32)}[job]
-            if not args.exactness:
-                found += one_process(args, job, size, batch)
-            strategies = ["bsp / ring / fused"] + (["bsp / direct / fused"] if args.exactness else [])
-            found += two_workers(args, job, size, batch, strategies)
-    for row in found:
+    for row in measured(args):
+        found.append(row)
         print(
             f"{row['what']:45} {row['ours']:20} / {row['reference']:15} {row['ratio']:.4f} "
             f"[{row['low']:.4f}, {row['high']:.4f}] iqr {row['iqr']:.4f}, {row['ours_s'] * 1e3:.1f} ms against "
-            f"{row['reference_s'] * 1e3:.1f}, cpu {row['cpu']:.0%}, steal {row['steal']:.1%}, {row['pairs']} pairs"
+            f"{row['reference_s'] * 1e3:.1f}, cpu {row['cpu']:.0%}, steal {row['steal']:.1%}, {row['pairs']} pairs",
+            flush=True,
         )
     if args.json:
         Path(args.json).write_text(json.dumps({"rows": found}, indent=1))

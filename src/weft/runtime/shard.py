@@ -94,24 +94,26 @@ class Dealer:
             yield group
 
     def _own(self, loader: Iterable[Any]) -> Iterator[Dealt]:
-        """Each process brings its own batches; their numbers and sizes are exchanged here, once where known ahead."""
+        """Each process brings its own batches; their numbers and sizes are exchanged here, once an epoch."""
         try:
             count = len(loader)  # type: ignore[arg-type]
         except TypeError:
             raise UserError("run.shard(own=True) needs a loader with a length; wrap it so that len() works") from None
-        rows = self.transport.tell([count, *_sizes(loader, count)])
-        if min(row[0] for row in rows) == 0:
-            raise UserError(
-                f"worker {[row[0] for row in rows].index(0)} has no batch at all; give every worker some data"
-            )
-        known = all(full for _, full, _ in rows)
-        source, batch = iter(loader), None
-        for at in range(max(row[0] for row in rows)):
+        counts = [row[0] for row in self.transport.tell([count])]
+        if min(counts) == 0:
+            raise UserError(f"worker {counts.index(0)} has no batch at all; give every worker some data")
+        source = iter(loader)
+        batch = next(source)
+        mine, sure = _sizes(loader, count, batch)
+        rows = self.transport.tell([*mine, *[0] * (max(counts) - count)])
+        for at in range(max(counts)):
+            if not sure and at < count and samples(batch) != mine[at]:
+                raise LoopError(
+                    f"batch {at} has {samples(batch)} samples, but the first had {mine[at]}; give run.shard() "
+                    "a DataLoader or a list, whose sizes are known ahead"
+                )
+            yield batch, *_share([row[at] for row in rows], self.turns.ranks[0], self.workers)
             batch = next(source, batch)
-            sizes = [0 if at >= c else last if at == c - 1 else full for c, full, last in rows]
-            if not known:
-                sizes = [size for (size,) in self.transport.tell([samples(batch) if at < count else 0])]
-            yield batch, *_share(sizes, self.turns.ranks[0], self.workers)
 
 
 def _share(sizes: Sequence[int], rank: int, workers: int) -> tuple[float, int]:
@@ -122,13 +124,15 @@ def _share(sizes: Sequence[int], rank: int, workers: int) -> tuple[float, int]:
     return mine / sum(sizes), mine
 
 
-def _sizes(loader: Iterable[Any], count: int) -> tuple[int, int]:
-    """(size of a full batch, size of the last), where a loader knows them; else (0, 0)."""
+def _sizes(loader: Iterable[Any], count: int, first: Any) -> tuple[list[int], bool]:
+    """How many samples each batch will have, and whether that is sure; a guess is: as many as the first."""
+    if isinstance(loader, Sequence):
+        return [samples(batch) for batch in loader], True
     size = getattr(loader, "batch_size", None)
     sampler: Any = getattr(loader, "sampler", None)
     if not size or not hasattr(sampler, "__len__"):
-        return 0, 0
-    return size, min(size, len(sampler) - (count - 1) * size)
+        return [samples(first)] * count, False
+    return [size] * (count - 1) + [min(size, len(sampler) - (count - 1) * size)], True
 
 
 def _picked(groups: Iterator[list[Any]], rank: int, workers: int) -> Iterator[Dealt]:
