@@ -122,6 +122,7 @@ class _Passage:
         engine, layout = self.engine, self.engine.transport.layout
         flows = []
         for rank, memory, state in zip(layout.carried(), engine.memory, engine.states, strict=True):
+            memory.fill(self.bucket)
             mine = memory.buckets[self.bucket]
             assert mine is not None, "a gate opens when the bucket is full"
             ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed)
@@ -135,7 +136,6 @@ class _Passage:
         engine, spans = self.engine, self.engine.spans
         if self.under_way is None:
             engine.gates[self.bucket].wait()
-            self.wire = engine.transport.drive(self._flows(), tag=self.bucket)
             if engine.stream is not None:
                 engine.stream.wait_event(engine.marks[self.bucket])
             into = spans.encode
@@ -143,7 +143,9 @@ class _Passage:
             wait(self.under_way)
             into = spans.decode
         begun = engine.clock.stamp()
-        if self.under_way is not None:
+        if self.under_way is None:
+            self.wire = engine.transport.drive(self._flows(), tag=self.bucket)
+        else:
             spans.wire.append((self.bucket, self.issued, begun))
         try:
             self.under_way = next(self.wire)

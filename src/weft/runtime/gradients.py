@@ -47,7 +47,10 @@ class Gradients:
         index = {name: i for i, name in enumerate(self.names)}
         self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
         self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
-        self.memory = [Memory(self.engine.timetable, self.members, self.params) for _ in range(self.turns.count)]
+        self.memory = [
+            Memory(self.engine.timetable, self.members, self.params, leads=turn == self.turns.count - 1)
+            for turn in range(self.turns.count)
+        ]
 
     def _rearrange(self) -> None:
         """After the first step: buckets in the order that process 0 saw, for every process alike."""
@@ -57,7 +60,13 @@ class Gradients:
         self._lay_out(order)
         for i, param in enumerate(self.params):
             if param.grad is not None:
-                param.grad = self.memory[-1].put(i, param.grad, 1.0)
+                self.memory[-1].put(i, param.grad, 1.0)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Everything that waits goes into its bucket now."""
+        for bucket in range(len(self.members)):
+            self.memory[self.turns.turn].fill(bucket)
 
     def release(self) -> None:
         """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
@@ -108,8 +117,9 @@ class Gradients:
                 f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
                 "gradient again; put all but the last backward into `with run.accumulate():`"
             )
-        view = memory.put(index, grad, share)
-        self.params[index].grad = view if self.turns.last else None
+        memory.put(index, grad, share)
+        if not self.turns.last:
+            self.params[index].grad = None
         if share > 0.0:
             self.turns.used.add(index)
         self._count(index)
@@ -142,7 +152,9 @@ class Gradients:
             if i not in self.here:
                 self._stay(i)
         self.buffers.turn_ended(self.turns)
-        if self.turns.last:
+        if not self.turns.last:
+            self._fill()
+        else:
             self.engine.finish()
             self.engine.transport.spread(self.buffers.tensors)
             self.buffers.settled()

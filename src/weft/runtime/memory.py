@@ -18,8 +18,12 @@ class Memory:
     Parameters are known by their number in the model; `members[b]` are those of bucket b.
     """
 
-    def __init__(self, timetable: Timetable, members: Sequence[Sequence[int]], params: Sequence[Tensor]) -> None:
-        self.params = params
+    def __init__(
+        self, timetable: Timetable, members: Sequence[Sequence[int]], params: Sequence[Tensor], *, leads: bool
+    ) -> None:
+        self.params, self.members = params, members
+        self.leads = leads  # `.grad` follows, as it does for the last of several carried workers
+        self._waiting: dict[int, tuple[Tensor, float]] = {}
         self.alone: dict[int, tuple[int, Spec]] = {}
         self.buckets: list[Bucket | None] = [None] * len(members)
         self._views: dict[int, Tensor] = {}
@@ -43,17 +47,37 @@ class Memory:
         """A parameter's gradient in its bucket."""
         return self._views[index]
 
-    def put(self, index: int, grad: Tensor, share: float) -> Tensor:
-        """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1)."""
+    def put(self, index: int, grad: Tensor, share: float) -> None:
+        """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1).
+
+        A bucket of several is filled later, at once: `fill`.
+        """
+        if index not in self.alone:
+            self._waiting[index] = grad, share
+            return
         if not self.holds(index, grad):
-            if index not in self.alone:
-                view = self._views[index]
-                return torch.mul(grad, share, out=view) if share else view.zero_()
             self.take(index, grad if _alike(grad, self.params[index]) else _fresh(self.params[index]).copy_(grad))
         view = self._views[index]
-        if share == 1.0:
-            return view
-        return view.mul_(share) if share else view.zero_()
+        if share == 0.0:
+            view.zero_()
+        elif share != 1.0:
+            view.mul_(share)
+
+    def fill(self, bucket: int) -> None:
+        """Move what waits into the bucket's memory, and `.grad` with it; the engine does this beside backward."""
+        for index in self.members[bucket]:
+            if index not in self._waiting:
+                continue
+            grad, share = self._waiting.pop(index)
+            view = self._views[index]
+            if share == 0.0:
+                view.zero_()
+            else:
+                torch.mul(grad, share, out=view)
+            if grad.is_cuda:
+                grad.record_stream(torch.cuda.current_stream())
+            if self.leads:
+                self.params[index].grad = view
 
     def zero(self, index: int) -> None:
         """No gradient: nothing is added."""
@@ -66,6 +90,8 @@ class Memory:
         b, spec = self.alone[index]
         flat = grad.as_strided((grad.numel(),), (1,))
         self._views[index] = grad
+        if self.leads and self.params[index].grad is not None:
+            self.params[index].grad = grad
         self.buckets[b] = Bucket((Piece(spec, flat, flat),), flat)
 
     def release(self) -> None:
