@@ -210,25 +210,26 @@ def _beside_ddp(
 
 
 def in_processes(args: argparse.Namespace, count: int, make: Callable[..., Any], *what: Any) -> tuple[Any, Any]:
-    """Each pair in processes of its own: where a model happens to lie in memory is worth several percent."""
+    """Each pair in processes of its own: where a model lies in memory is worth several percent (not on a GPU)."""
     context = multiprocessing.get_context("spawn")
     medians: dict[str, list[float]] = {}
     with cpu_share() as share:
-        for pair in range(args.pairs):
+        for pairs in [range(args.pairs)] if args.gpu else [range(p, p + 1) for p in range(args.pairs)]:
             with tempfile.TemporaryDirectory() as folder:
-                places = [(rank, count, folder, pair, args, make, what) for rank in range(count)]
+                places = [(rank, count, folder, pairs, args, make, what) for rank in range(count)]
                 children = [context.Process(target=_child, args=place) for place in places]
                 for child in children:
                     child.start()
                 for child in children:
                     child.join()
-                for name, median in json.loads(Path(folder, "medians.json").read_text()).items():
-                    medians.setdefault(name, []).append(median)
+                for each in json.loads(Path(folder, "medians.json").read_text()):
+                    for name, median in each.items():
+                        medians.setdefault(name, []).append(median)
     return medians, share
 
 
 def _child(
-    rank: int, count: int, folder: str, pair: int, args: argparse.Namespace, make: Callable[..., Any], what: Any
+    rank: int, count: int, folder: str, pairs: range, args: argparse.Namespace, make: Callable[..., Any], what: Any
 ) -> None:
     if not args.gpu:
         torch.set_num_threads(1)
@@ -238,9 +239,9 @@ def _child(
     worker.World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
     worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
     builds = list(make(folder, args, *what).items())
-    at = pair % len(builds)
+    at = pairs[0] % len(builds)
     loops = {name: build() for name, build in builds[at:] + builds[:at]}  # who comes first lies elsewhere in memory
-    medians = compare(loops, args.steps, args.warmup, pair)
+    medians = [compare(loops, args.steps, args.warmup, pair) for pair in pairs]
     if rank == 0:
         Path(folder, "medians.json").write_text(json.dumps(medians))
     dist.barrier()
