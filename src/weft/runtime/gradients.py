@@ -1,8 +1,9 @@
-"""Gradients in the buckets' memory: hooks put them there, the engine replaces them by the mean.
+"""Gradients in the buckets' memory: hooks hand them over, the engine replaces them by the mean.
 
-A hook runs when autograd has finished a parameter. It moves the gradient into its bucket, weighted by the worker's
-share of the batch (one pass, no extra copy), and points `.grad` there; a full bucket is handed to the engine. When
-backward ends, `.grad` holds the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
+A hook runs when autograd has finished a parameter. It hands the gradient to its bucket; a full bucket goes to the
+engine, which weighs its gradients by the worker's share of the batch, in one pass into the bucket's memory (a parameter
+that has a bucket to itself stays where autograd put it). When backward ends, `.grad` is a view of the bucket and holds
+the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
 """
 
 from __future__ import annotations
