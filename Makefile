@@ -15,7 +15,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,track]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,report,track]"
 	touch $@
 
 lint: $(STAMP)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from weft.errors import Conflict, JobError, LoopError, PeerLost, SpellingError, UserError, WeftError
-from weft.strategy import Strategy
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.errors import Conflict, JobError, LoopError, PeerLost, SpellingError, UserError, WeftError
+    from weft.lab.compare import Comparison, compare
+    from weft.runtime.worker import Run, init
+    from weft.strategy import Strategy
 
 __version__ = "0.1.0"
 
-from weft.runtime.worker import Run, init
-
 __all__ = [
+    "Comparison",
     "Conflict",
     "JobError",
     "LoopError",
@@ -20,5 +25,27 @@ __all__ = [
     "UserError",
     "WeftError",
     "__version__",
+    "compare",
     "init",
 ]
+
+_HOMES = {
+    "Comparison": "weft.lab.compare",
+    "Run": "weft.runtime.worker",
+    "Strategy": "weft.strategy",
+    "compare": "weft.lab.compare",
+    "init": "weft.runtime.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when first used: what keeps the lab's namespaces must not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'weft' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES.get(name, "weft.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Sizes with units. `Size.parse("25MiB") == 26214400`, and `str` gives the spelling back."""
+"""Numbers with units. `Size.parse("25MiB") == 26214400`, and `str` gives the spelling back; rates alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 from weft.errors import SpellingError
 
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -28,6 +29,28 @@ class Size(int):
         return f"{int(self)}B"
 
     __repr__ = __str__
+
+
+class Bandwidth(int):
+    """A link's rate in bits per second that prints with the largest unit that suits it."""
+
+    @classmethod
+    def parse(cls, text: str) -> Bandwidth:
+        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
+        factor = _BITS.get(match[2].lower()) if match else None
+        if match is None or factor is None or float(match[1]) * factor < 1:
+            raise SpellingError(f"'{text}' is not a rate; write a number with a unit, as in 1gbit or 100mbit")
+        return cls(float(match[1]) * factor)
+
+    def __str__(self) -> str:
+        unit = max((unit for unit in _BITS if _BITS[unit] <= max(1, self)), key=lambda unit: _BITS[unit])
+        return f"{int(self) / _BITS[unit]:g}{unit}"
+
+    __repr__ = __str__
+
+    @property
+    def bytes_s(self) -> float:
+        return self / 8
 
 
 def bytes_text(count: float) -> str:

@@ -16,6 +16,7 @@ Weft: a way of distributing PyTorch training is one value.
 
   weft train text -n 2                                        train a bundled GPT on two local workers
   weft train job.py -n 4 --strategy "bsp / ring / cast"       your own script, another way
+  weft compare wide --hosts 4 --bandwidth 1gbit               several ways side by side, on an emulated cluster
   weft check "asp / ring"                                     explain a strategy, or say why it cannot be
   weft train wide -n 4 --system horovod                       the way a published system does it
   weft doctor                                                 what this machine can do
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-COMMANDS = ("train", "check", "answers", "systems", "export", "doctor")
+COMMANDS = ("train", "compare", "check", "answers", "systems", "lab", "export", "doctor")
 
 
 @app.callback(invoke_without_command=True)

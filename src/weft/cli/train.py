@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -12,11 +15,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft import systems
 from weft.cli import app
+from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit, table
-from weft.errors import UserError
+from weft.errors import JobError, UserError
+from weft.lab.cluster import Cluster
+from weft.lab.compare import parse_slow
+from weft.lab.experiment import slow_seat
 from weft.runtime.choose import DEFAULT, winner
 from weft.runtime.folder import summary
-from weft.runtime.launch import JobFailedError, Launch, find_job, launch
+from weft.runtime.launch import JobFailedError, Launch, Seat, find_job, launch
 from weft.strategy import Strategy
 from weft.units import bytes_text
 
@@ -27,7 +34,9 @@ _PLAIN_EVERY_S = 2.0
 def train(
     job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
     args: Annotated[list[str] | None, typer.Argument(help="Options of the job itself, after --.")] = None,
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Logical workers, in all.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option("-n", "--workers", help="Logical workers, in all; 1 by default, or one per host.")
+    ] = None,
     strategy: Annotated[str | None, typer.Option(help='As in "bsp / ring / wfbp", or @file.toml.')] = None,
     system: Annotated[str | None, typer.Option(help="A surveyed system's strategy (see `weft systems`).")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
@@ -41,6 +50,10 @@ def train(
     node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machines meet: on node 0.")] = "",
     share_gpus: Annotated[bool, typer.Option("--share-gpus", help="Several processes on one GPU, over Gloo.")] = False,
+    hosts: Annotated[int | None, typer.Option(help="Emulate so many hosts, each with a link of its own.")] = None,
+    bandwidth: BandwidthOption = "1gbit",
+    link: LinkOption = None,
+    slow: SlowOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -50,11 +63,12 @@ def train(
     chosen = _strategy(strategy, system)
     source, known = ("the command line", chosen) if chosen else winner(None, path)
     folder = _folder(out, path, known.check())
+    workers = workers if workers is not None else hosts or 1
     spec = Launch(
         job=job,
         args=tuple(args or ()),
         workers=workers,
-        processes=processes,
+        processes=processes if hosts is None else hosts,
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
@@ -69,8 +83,8 @@ def train(
     fresh = not folder.exists()
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
     try:
-        with _Bar(show, steps) as bar:
-            launch(spec, bar.line, bar.progress)
+        with _Bar(show, steps) as bar, _site(hosts, bandwidth, link, slow, processes, nodes) as seats:
+            launch(replace(spec, seats=seats), bar.line, bar.progress)
         if node_rank > 0:
             return
         row = summary(folder)
@@ -81,6 +95,27 @@ def train(
         row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
     emit(row | {"rows": [row]}, json)
     _print_summary(show, row)
+
+
+@contextmanager
+def _site(
+    hosts: int | None, bandwidth: str, link: list[str] | None, slow: list[str] | None, processes: int | None, nodes: int
+) -> Iterator[tuple[Seat, ...]]:
+    """Where the processes sit: on an emulated cluster where one was asked for, else simply here."""
+    if hosts is None:
+        if link or slow:
+            raise UserError("--link and --slow are for an emulated cluster; add --hosts")
+        yield ()
+        return
+    if processes not in (None, hosts) or nodes != 1:
+        raise UserError("--hosts gives each host one process; leave --processes and --nodes out")
+    slowed = parse_slow(slow or (), hosts)
+    with Cluster(hosts, bandwidth, parse_links(link)) as cluster:
+        before = cluster.counters()
+        yield tuple(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(cluster.seats()))
+        after = cluster.counters()
+        if hosts > 1 and after == before:
+            raise JobError("nothing crossed the emulated links: the run's traffic went around them")
 
 
 def _strategy(strategy: str | None, system: str | None) -> Strategy | None:

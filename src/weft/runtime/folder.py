@@ -8,6 +8,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import weft
 from weft.errors import UserError
+from weft.ops import Spec
 from weft.runtime.record import write_json, writing
 from weft.runtime.world import World
 from weft.strategy import Strategy
@@ -43,6 +45,17 @@ def describe(
         "versions": {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
     write_json(folder / "environment.json", environment)
+
+
+def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
+    """Write what trains: the parameters' names, shapes and dtypes."""
+    write_json(folder / "model.json", [[spec.name, list(spec.shape), str(spec.dtype)[6:]] for spec in specs])
+
+
+def model(folder: Path) -> list[Spec]:
+    """The parameters that train, in the model's order."""
+    rows = read_json(folder, "model.json")
+    return [Spec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in rows]
 
 
 def read_json(folder: Path, name: str) -> Any:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,14 @@ from weft.errors import JobError, UserError, WeftError, nearest
 from weft.strategy import Strategy
 
 _GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one process of a run sits, if not simply here: what its command starts with, and its environment."""
+
+    enter: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,10 @@ class Launch:
     out: Path | None = None
     trace: bool = False
     share_gpus: bool = False
+    seats: tuple[Seat, ...] = ()
+    """One for each process, where they sit on hosts of their own; empty: all of them here."""
+    module: str = "weft.runtime.child"
+    """What each process runs; it is given the job and its arguments."""
 
     def checked(self) -> Launch:
         """Itself, or one sentence about what cannot be."""
@@ -161,7 +173,10 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             env.pop(key, None)
             if value is not None:
                 env[key] = str(value)
-        command = [sys.executable, "-m", "weft.runtime.child", str(job), *spec.args]
+        command = [sys.executable, "-m", spec.module, str(job), *spec.args]
+        if spec.seats:
+            command = [*spec.seats[local].enter, *command]
+            env |= spec.seats[local].env
         process = subprocess.Popen(
             command,
             env=env,

@@ -120,6 +120,8 @@ class Recorder:
         self.trace: list[tuple[int, dict[str, Any]]] | None = [] if trace else None
         self.about: dict[str, Any] = {}
         """What progress needs to know beside the event."""
+        self.marks: set[int] = set()
+        """Steps whose end is told at once: somebody reads counters then."""
         self._flushed = time.monotonic()
         self._file = None
         if folder is not None:
@@ -128,6 +130,8 @@ class Recorder:
                 self._file = (folder / f"events-{process}.jsonl").open("a", encoding="utf-8")
 
     def add(self, step: int, stamps: dict[str, Any], sent: float, samples: int, values: Values) -> None:
+        if step in self.marks and self.tell:
+            self.tell({"mark": step})
         if len(self.pending) > 1 and time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()
         self.pending.append((step, stamps, sent, samples, values))

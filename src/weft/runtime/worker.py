@@ -33,11 +33,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
+from weft.ops import Spec
 from weft.runtime.choose import choose_strategy
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
-from weft.runtime.folder import describe
+from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
+from weft.runtime.pace import Pace
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.turns import Turns
@@ -80,6 +82,8 @@ def init(
 _current: Run | None = None
 joined = False
 """Whether this process has ever called init."""
+wrapper: Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]] | None = None
+"""Somebody else's way of distributing, in place of the strategy: the lab runs jobs under PyTorch's own wrappers."""
 
 
 def close() -> None:
@@ -147,8 +151,13 @@ class Run:
             raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
         self._model = model
         _check_model(model, optimizer, self)
-        self._transport.spread([*model.parameters(), *model.buffers()])
-        if not self.world.alone:
+        if self.folder is not None and self.is_main:
+            named = model.named_parameters()
+            describe_model(self.folder, [Spec(n, tuple(p.shape), p.dtype) for n, p in named if p.requires_grad])
+        Pace(self.seed, self.world.process, lambda: self.step).attach(model, optimizer)
+        if wrapper is None:
+            self._transport.spread([*model.parameters(), *model.buffers()])
+        if not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             self._watch.engine = engine
@@ -163,6 +172,8 @@ class Run:
             self._follow(follower)
         self._check_scheduler(optimizer)
         self._turns.part_streams()
+        if wrapper is not None:
+            model, optimizer = wrapper(model, optimizer)
         return (model, optimizer, *followers)
 
     def shard(self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False) -> Shard:
@@ -228,6 +239,7 @@ class Run:
         trace = os.environ.get("WEFT_TRACE") == "1"
         recorder = Recorder(self.folder, self.world.process, self._clock, tell, trace)
         recorder.about = {"steps": self.steps, "workers": self.world.processes}
+        recorder.marks = {int(step) for step in os.environ.get("WEFT_MARKS", "").split(",") if step}
         if self.folder is not None and self.is_main:
             describe(self.folder, self.strategy, self.world, self.device, self.seed, self.steps)
         return recorder

@@ -1,0 +1,30 @@
+"""The options that describe an emulated cluster, for every command that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from weft.errors import UserError
+
+BandwidthOption = Annotated[str, typer.Option(metavar="RATE", help="Of every link, both ways: 1gbit, 100mbit.")]
+LinkOption = Annotated[
+    list[str] | None, typer.Option(metavar="HOST=RATE", help="One host's link, as in 2=100mbit. Repeatable.")
+]
+SlowOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST=FACTOR", help="A straggler: 3=4x for good, all=4x@10% in a tenth of the steps."),
+]
+
+
+def parse_links(items: Sequence[str] | None) -> dict[int, str]:
+    """`2=100mbit` and the like; rates are read by the cluster."""
+    links: dict[int, str] = {}
+    for item in items or ():
+        host, equals, rate = item.partition("=")
+        if not equals or not host.isdigit():
+            raise UserError(f"--link is '{item}', but must be HOST=RATE, as in 2=100mbit")
+        links[int(host)] = rate
+    return links

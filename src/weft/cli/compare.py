@@ -1,0 +1,203 @@
+"""`weft compare`: the same job under several strategies, really run, side by side."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from weft import systems
+from weft.cli import app
+from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
+from weft.cli._show import JsonOption, console, emit
+from weft.errors import UserError
+from weft.lab import compare as lab
+from weft.lab.experiment import Contender
+from weft.profile import Profile
+from weft.strategy import Strategy
+from weft.units import bytes_text
+
+
+@app.command(context_settings={"allow_interspersed_args": True})
+def compare(
+    job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
+    strategies: Annotated[
+        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, options of the job itself.")
+    ] = None,
+    system: Annotated[list[str] | None, typer.Option(help="A surveyed system's strategy. Repeatable.")] = None,
+    group: Annotated[str | None, typer.Option("--systems", help="Every system of a group that runs.")] = None,
+    peers: Annotated[
+        str, typer.Option(help="PyTorch's own: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp.")
+    ] = "",
+    hosts: Annotated[int, typer.Option(help="Emulated hosts, a worker each.")] = 4,
+    bandwidth: BandwidthOption = "1gbit",
+    link: LinkOption = None,
+    slow: SlowOption = None,
+    compute: Annotated[str, typer.Option(help="real, or sleep: measured durations stand in for computing.")] = "real",
+    profile: Annotated[
+        Path | None, typer.Option(help="For --compute sleep: a profile to sleep by; measured first by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run; the first five are warm-up.")] = 30,
+    seeds: Annotated[int, typer.Option(help="Rounds: every contender runs once with each seed.")] = 2,
+    target_loss: Annotated[float | None, typer.Option(help="Measure the time until the loss is here.")] = None,
+    links: Annotated[
+        str, typer.Option(help="emulated; loopback: no shaped links; auto: loopback where nothing else can be.")
+    ] = "emulated",
+    out: Annotated[Path | None, typer.Option(help="Folder of the result; by default a new one in runs/.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Run JOB under each strategy on an emulated cluster, and show them side by side with a report."""
+    show = console(json)
+    words = list(strategies or ())
+    cut = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    named = [name.strip() for name in peers.split(",") if name.strip()]
+    chosen = words[:cut] or ([] if named or system or group else list(lab.DEFAULTS))
+    if profile is not None and compute != "sleep":
+        raise UserError("--profile is for --compute sleep; leave it out, or sleep")
+    request = lab.Request(
+        job=job,
+        args=tuple(words[cut:]),
+        contenders=(*_systems(system or [], group), *lab.contenders(chosen, named)),
+        hosts=hosts,
+        bandwidth=bandwidth,
+        links=parse_links(link),
+        slow=tuple(slow or ()),
+        compute=compute,  # type: ignore[arg-type]
+        profile=Profile.read(profile) if profile is not None else None,
+        steps=steps,
+        seeds=seeds,
+        target_loss=target_loss,
+        network=links,  # type: ignore[arg-type]
+        out=out,
+        command=shlex.join(["weft", *sys.argv[1:]]),
+    ).checked()
+    with _Watch(show) as watch:
+        found = lab.conduct(request, watch)
+    emit(found.result, json)
+    show.print(_table(found.result["rows"]))
+    one = found.result["one_host"]
+    show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
+    show.print(f"{compute} compute on {found.result['machine']['cores']} cores")
+    show.print(f"report: {found.report}" if found.report else 'report: needs matplotlib; pip install "weft[report]"')
+    if found.result["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def _systems(names: list[str], group: str | None) -> list[Contender]:
+    """Systems as contenders; those of one strategy are one contender."""
+    chosen = [systems.find(name) for name in names]
+    if group is not None:
+        known = {each.group for each in systems.catalogue()}
+        members = [each for each in systems.catalogue() if each.group == group and each.strategy]
+        if not members:
+            what = "has no system that runs yet" if group in known else "is no group"
+            raise UserError(f"--systems: '{group}' {what}; choose one of {', '.join(_groups())}")
+        chosen += members
+    by_strategy: dict[str, list[str]] = {}
+    for each in chosen:
+        ids = by_strategy.setdefault(str(systems.strategy(each.id)), [])
+        ids += [each.id] if each.id not in ids else []
+    return [
+        Contender(name=f"{', '.join(ids)} ({text})", strategy=Strategy.parse(text)) for text, ids in by_strategy.items()
+    ]
+
+
+def _groups() -> list[str]:
+    return sorted({each.group for each in systems.catalogue() if each.strategy})
+
+
+class _Watch:
+    """A live table on a terminal; elsewhere a line for every run that ends."""
+
+    def __init__(self, show: Console) -> None:
+        self.show, self.done, self.told = show, 0, False
+        self.live = Live(console=show, refresh_per_second=2, transient=True) if show.is_terminal else None
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, board: lab.Board) -> None:
+        if not self.told and not board.emulated:
+            self._say("network namespaces are not allowed here: hosts are processes on loopback, links are not shaped")
+        if not self.told and board.one_host is None and not board.event:
+            self._say("one host alone, to learn what a step takes …")
+        if board.expected_s is not None and not self.told:
+            runs = (len(board.request.contenders) + 1) * board.request.seeds
+            self._say(f"expected: about {_duration(board.expected_s)} for {runs} runs of {board.request.steps} steps")
+        self.told = self.told or board.expected_s is not None
+        if self.live is not None:
+            self.live.update(self._picture(board))
+        else:
+            self._lines(board)
+
+    def _say(self, text: str) -> None:
+        if not getattr(self, text, False):
+            setattr(self, text, True)
+            self.show.print(text)
+
+    def _lines(self, board: lab.Board) -> None:
+        done = sum(len(samples) for samples in board.samples.values()) + len(board.errors) + len(board.alone)
+        if done > self.done and not board.running:
+            self.done = done
+            left = f", {_duration(self._left(board))} left" if board.expected_s else ""
+            self.show.print(f"{done} runs done{left}")
+
+    def _left(self, board: lab.Board) -> float:
+        return max(0.0, (board.expected_s or 0.0) - (time.monotonic() - self.began))
+
+    def _picture(self, board: lab.Board) -> Table:
+        table = _table(board.rows())
+        event = board.event
+        at = f"step {event['step']}/{event['steps']}" if event else "starting"
+        left = f"about {_duration(self._left(board))} left" if board.expected_s else ""
+        table.caption = escape(f"{board.running}: {at}   {left}" if board.running else left)
+        return table
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """The rows, for a terminal."""
+    timed = any(row["time_to_target_s"] is not None for row in rows)
+    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    table.add_column("", overflow="fold")
+    heads = ["step ms", "samples/s", "speed-up", "sent", "busiest link", "exposed ms", "bound ms", "of bound", "loss"]
+    for head in [*heads, *(["to target s"] if timed else [])]:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row["step_s"] is None:
+            table.add_row(escape(row["name"]), escape(row["error"] or ""))
+            continue
+        cells = [
+            f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}",
+            f"{row['samples_per_s']:.1f}",
+            f"{row['speedup']:.2f}" if row["speedup"] else "",
+            bytes_text(row["wire_bytes_worker"]),
+            bytes_text(row["wire_bytes_link"]) if row["wire_bytes_link"] is not None else "",
+            f"{row['exposed_s'] * 1e3:.0f}",
+            f"{row['bound_s'] * 1e3:.0f}",
+            f"{row['bound_share']:.0%}",
+            f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "",
+        ]
+        if timed:
+            cells.append(f"{row['time_to_target_s']:.1f}" if row["time_to_target_s"] is not None else "not reached")
+        table.add_row(escape(row["name"]), *cells)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,93 @@
+"""`weft lab`: an emulated cluster to look around in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from weft.cli import app
+from weft.cli._cluster import BandwidthOption, LinkOption, parse_links
+from weft.cli._show import JsonOption, console, emit, table
+from weft.errors import JobError, UserError
+from weft.lab import wire
+from weft.lab.cluster import Cluster
+from weft.units import Bandwidth
+
+lab = typer.Typer(help="An emulated cluster on this machine: hosts with shaped links, without root.")
+app.add_typer(lab, name="lab")
+
+NameOption = Annotated[str, typer.Option(help="Which lab, where there are several.")]
+
+
+@lab.command()
+def up(
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    bandwidth: BandwidthOption = "1gbit",
+    link: LinkOption = None,
+    name: NameOption = "lab",
+    json: JsonOption = None,
+) -> None:
+    """Start a cluster; it stays until `weft lab down`, or until this machine restarts."""
+    if not name or len(name) > 40 or not name.replace("-", "").isalnum():
+        raise UserError(f"--name is '{name}', but must be up to 40 letters, digits and hyphens")
+    cluster = Cluster(hosts, bandwidth, parse_links(link), name=name)
+    cluster.up()
+    try:
+        if hosts > 1:
+            cluster.check_rates()
+    except BaseException:
+        _end(name)
+        raise
+    rows = [each.row() | {"address": address} for each, address in zip(cluster.links, _addresses(name), strict=True)]
+    emit({"name": name, "rows": rows}, json)
+    shown = []
+    for row in rows:
+        measured = [f"{row[key] / 1e6:.0f}" if row[key] else "" for key in ("up_bit_s", "down_bit_s")]
+        shown.append([row["host"], row["address"], str(Bandwidth(row["asked_bit_s"])), *measured])
+    table(console(json), ["host", "address", "link", "up Mbit/s", "down Mbit/s"], shown)
+    console(json).print("\nweft lab exec 0 -- ip addr        weft lab down")
+
+
+@lab.command(context_settings={"ignore_unknown_options": True})
+def exec(  # the command's name
+    host: Annotated[int, typer.Argument(help="A host, from 0.")],
+    command: Annotated[list[str] | None, typer.Argument(help="What to run there; a shell by default.")] = None,
+    name: NameOption = "lab",
+) -> None:
+    """Run a command on a host of the cluster."""
+    with wire.connect(name) as end:
+        count = len(wire.ask(end, do="describe")["addresses"])
+    if not 0 <= host < count:
+        raise UserError(f"there is no host {host}; hosts are numbered 0 to {count - 1}")
+    words = command or [os.environ.get("SHELL", "/bin/sh")]
+    done = subprocess.run([sys.executable, "-m", "weft.lab.enter", name, str(host), "-", *words], check=False)
+    raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+
+
+@lab.command()
+def down(name: NameOption = "lab") -> None:
+    """End a cluster and whatever still runs on its hosts."""
+    _end(name)
+
+
+def _addresses(name: str) -> list[str]:
+    with wire.connect(name) as end:
+        return list(wire.ask(end, do="describe")["addresses"])
+
+
+def _end(name: str) -> None:
+    """Tell the keeper to leave, and wait until its socket is gone: with it went everything."""
+    with wire.connect(name) as end:
+        wire.send(end, {"do": "end"})
+        while end.recv(4096):
+            pass
+    for _ in range(500):
+        try:
+            wire.connect(name).close()
+        except JobError:
+            return
+    raise JobError(f"the lab '{name}' does not end; its keeper hangs")

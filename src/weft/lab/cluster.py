@@ -1,0 +1,253 @@
+"""An emulated cluster to enter and leave:
+
+    with Cluster(hosts=4, bandwidth="1gbit", links={2: "100mbit"}) as cluster:
+        launch(Launch(job="wide", workers=4, seats=cluster.seats(), ...), ...)
+        cluster.counters()
+
+It needs no root. Rates are measured before use; nothing survives the process that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from weft.errors import JobError, UserError
+from weft.lab import wire
+from weft.runtime.launch import Seat
+from weft.units import Bandwidth
+
+MOST_HOSTS = 64
+_TOLERANCE = 0.03
+_TRIES = 4
+_PROBE_S = 0.4
+_RENDEZVOUS_PORT = 29500
+
+
+class NoLabError(JobError):
+    """Network namespaces are not to be had here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A host's cable: what was asked of it, and what it was measured to carry (both ways; None: not measured yet)."""
+
+    host: int
+    asked: Bandwidth
+    up_bit_s: float | None = None
+    down_bit_s: float | None = None
+    payload_bytes_s: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        rates = {"up_bit_s": self.up_bit_s, "down_bit_s": self.down_bit_s, "payload_bytes_s": self.payload_bytes_s}
+        return {"host": self.host, "asked_bit_s": int(self.asked), **rates}
+
+
+class Cluster:
+    """Hosts 0 to n-1, each with a link of its own into one switch."""
+
+    def __init__(
+        self,
+        hosts: int,
+        bandwidth: str = "1gbit",
+        links: Mapping[int, str] | None = None,
+        *,
+        name: str | None = None,
+        verify: bool = True,
+    ) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise UserError(f"--hosts is {hosts}, but an emulated cluster has 1 to {MOST_HOSTS} hosts")
+        rates = {host: Bandwidth.parse(bandwidth) for host in range(hosts)}
+        for host, rate in (links or {}).items():
+            if host not in rates:
+                raise UserError(f"--link names host {host}, but hosts are numbered 0 to {hosts - 1}")
+            rates[host] = Bandwidth.parse(rate)
+        self.links = [Link(host=host, asked=rate) for host, rate in rates.items()]
+        self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.verify, self.detached = verify, name is not None
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @property
+    def hosts(self) -> int:
+        return len(self.links)
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.up()
+        try:
+            if self.verify and self.hosts > 1:
+                self.check_rates()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Make it. Raises NoLabError where that is not allowed."""
+        if sys.platform != "linux":
+            raise NoLabError("emulated clusters need Linux; use --links loopback to run without shaped links")
+        spec = {"name": self.name, "rates": [int(link.asked) for link in self.links], "detached": self.detached}
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "weft.lab.keeper", json.dumps(spec)],
+            stdin=subprocess.DEVNULL if self.detached else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if self.detached else None,
+            start_new_session=self.detached,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_path()), "OMP_NUM_THREADS": "1"},
+        )
+        assert self._keeper.stdout is not None
+        word = self._keeper.stdout.readline()
+        said = json.loads(word) if word else {"error": "the emulated cluster ended as it began", "refused": True}
+        if "error" in said:
+            self.down()
+            if said.get("refused"):
+                raise NoLabError(f"{said['error']}; use --links loopback to run without shaped links")
+            raise JobError(said["error"])
+
+    def down(self) -> None:
+        """Take it apart, with whatever still runs on its hosts."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        if keeper.stdin is not None:
+            keeper.stdin.close()
+        try:
+            keeper.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+        if keeper.stdout is not None:
+            keeper.stdout.close()
+
+    # --- use --------------------------------------------------------------------------------------------------------
+
+    def seats(self, hosts: Sequence[int] | None = None) -> tuple[Seat, ...]:
+        """Where the processes of a run sit: one on each of these hosts, as on machines of their own."""
+        chosen = range(self.hosts) if hosts is None else hosts
+        address = self.ask("describe")["addresses"][chosen[0]]
+        env = {"MASTER_ADDR": address, "MASTER_PORT": str(_RENDEZVOUS_PORT), "WEFT_STORE": ""}
+        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0", "WEFT_LAUNCHER": "1"}
+        env |= {"OMP_NUM_THREADS": str(self.threads)}
+        return tuple(Seat(enter=self.command(host), env=env) for host in chosen)
+
+    def command(self, host: int) -> tuple[str, ...]:
+        """What to put before a command so that it runs on a host."""
+        cores = self.cores(host)
+        cpus = ",".join(str(core) for core in cores) if cores else "-"
+        return (sys.executable, "-m", "weft.lab.enter", self.name, str(host), cpus)
+
+    def cores(self, host: int) -> list[int] | None:
+        """The cores that a host has to itself; None where there are fewer cores than hosts, and all share all."""
+        mine = sorted(os.sched_getaffinity(0))
+        each = len(mine) // self.hosts
+        return mine[host * each : (host + 1) * each] if each else None
+
+    @property
+    def threads(self) -> int:
+        """Computing threads of a process on a host."""
+        return max(1, len(os.sched_getaffinity(0)) // self.hosts)
+
+    def counters(self) -> list[tuple[int, int]] | None:
+        """Bytes that each link has carried so far, up and down, with headers."""
+        return [(up, down) for up, down in self.ask("counters")["bytes"]]
+
+    def rate(self, host: int, rate: str) -> None:
+        self.ask("rate", host=host, bit_s=int(Bandwidth.parse(rate)))
+
+    def cut(self, host: int) -> None:
+        """Pull a host's cable: nothing comes through, and nobody is told."""
+        self.ask("link", host=host, up=False)
+
+    def mend(self, host: int) -> None:
+        self.ask("link", host=host, up=True)
+
+    def ask(self, do: str, **request: Any) -> Any:
+        with wire.connect(self.name) as end:
+            return wire.ask(end, do=do, **request)
+
+    # --- rates ------------------------------------------------------------------------------------------------------
+
+    def check_rates(self) -> None:
+        """Measure every link both ways, all of them at once; a machine that cannot carry them is refused."""
+        for attempt in range(_TRIES):
+            self.measure(_PROBE_S * (1 + attempt))
+            wrong = [link for link in self.links if _error(link, self._reachable(link.host)) > _TOLERANCE]
+            if not wrong:
+                return
+        link = wrong[0]
+        assert link.up_bit_s is not None and link.down_bit_s is not None
+        raise JobError(
+            f"the link of host {link.host} carries {link.up_bit_s / 1e6:.0f} Mbit/s up and "
+            f"{link.down_bit_s / 1e6:.0f} down where {self._reachable(link.host) / 1e6:.0f} were asked, "
+            f"with all {self.hosts} links busy; this machine cannot carry more, lower --bandwidth or --hosts"
+        )
+
+    def measure(self, seconds: float = _PROBE_S) -> None:
+        """Send around a ring, which fills equal links both ways at once; links that a slower neighbour held back
+        are measured again, one by one, against all others."""
+        n = self.hosts
+        up, down, payload = [0.0] * n, [0.0] * n, [0.0] * n
+        ring = [(host, (host + 1) % n) for host in range(n)]
+        got = self.ask("measure", senders=ring, seconds=seconds)
+        for (source, to), rate in zip(ring, got["payload"], strict=True):
+            payload[source] = rate
+            up[source], down[to] = got["links"][source][0] * 8, got["links"][to][1] * 8
+        for host in range(n):
+            others = [other for other in range(n) if other != host]
+            want = self._reachable(host)
+            if want > 1.01 * min(want, self.links[(host + 1) % n].asked):
+                got = self.ask("measure", senders=[(host, other) for other in others], seconds=seconds)
+                up[host], payload[host] = got["links"][host][0] * 8, sum(got["payload"])
+            if want > 1.01 * min(want, self.links[host - 1].asked):
+                got = self.ask("measure", senders=[(other, host) for other in others], seconds=seconds)
+                down[host] = got["links"][host][1] * 8
+        self.links = [
+            Link(host=h, asked=link.asked, up_bit_s=up[h], down_bit_s=down[h], payload_bytes_s=payload[h])
+            for h, link in enumerate(self.links)
+        ]
+
+    def _reachable(self, host: int) -> int:
+        """What a host's link can carry at most: its own rate, or all that the others have."""
+        others = sum(link.asked for link in self.links if link.host != host)
+        return min(self.links[host].asked, others)
+
+
+class Loopback:
+    """Hosts that are plain processes, all on this machine's own loopback: nothing is shaped, nothing is counted."""
+
+    def __init__(self, hosts: int) -> None:
+        if hosts < 1:
+            raise UserError(f"--hosts is {hosts}, but there must be at least one")
+        self.hosts = hosts
+        self.links: list[Link] = []
+
+    @property
+    def threads(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self.hosts)
+
+    def seats(self, hosts: Sequence[int] | None = None) -> tuple[Seat, ...]:
+        chosen = range(self.hosts) if hosts is None else hosts
+        return tuple(Seat(env={"OMP_NUM_THREADS": str(self.threads)}) for _ in chosen)
+
+    def counters(self) -> list[tuple[int, int]] | None:
+        return None
+
+
+def _error(link: Link, asked: int) -> float:
+    return max(abs((rate or 0.0) / asked - 1) for rate in (link.up_bit_s, link.down_bit_s))
+
+
+def _path() -> list[str]:
+    """The folder that this very package lies in comes first for the keeper, too."""
+    return [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,0 +1,17 @@
+"""One process of a job that runs under a peer: `python -m weft.lab.peers._child JOB …`, with WEFT_PEER set."""
+
+from __future__ import annotations
+
+import os
+
+from weft.lab import peers
+from weft.runtime import child, worker
+
+
+def main() -> None:
+    worker.wrapper = peers.find(os.environ["WEFT_PEER"]).wrap
+    child.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.lab.peers import Peer
+from weft.ops import Spec
+
+
+class Alone(Peer):
+    """Every host computes, nobody sends: what computing alone takes while all hosts are at it."""
+
+    sentence: ClassVar[str] = "Every host trains for itself; nothing is exchanged."
+    hidden: ClassVar[bool] = True
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer
+
+    def bytes(self, specs: Sequence[Spec], workers: int) -> float:
+        return 0.0
+
+
+PEER = Alone()

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from weft.lab.peers import Peer, all_reduced
+from weft.ops import Spec
+
+
+class Ddp(Peer):
+    """DistributedDataParallel as it comes [Li et al. 2020]: buckets of 25 MiB, reduced beside backward."""
+
+    sentence: ClassVar[str] = "DistributedDataParallel as it comes: buckets of 25 MiB, all-reduced beside backward."
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return DistributedDataParallel(model), optimizer
+
+    def bytes(self, specs: Sequence[Spec], workers: int) -> float:
+        return all_reduced(specs, workers)
+
+
+PEER = Ddp()
