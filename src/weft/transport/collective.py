@@ -204,9 +204,12 @@ class Processes:
             return stop.value
 
     def _post(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], tag: int) -> Works:
-        """Issue messages; empty ones are left out on both sides."""
-        ops = [dist.P2POp(dist.isend, part, to, tag=tag) for to, part in sends if part.numel()]
-        ops += [dist.P2POp(dist.irecv, part, source, tag=tag) for source, part in recvs if part.numel()]
+        """Issue messages, receives first: Gloo's links carry one way at a time where a send comes before its receive.
+
+        Empty messages are left out on both sides.
+        """
+        ops = [dist.P2POp(dist.irecv, part, source, tag=tag) for source, part in recvs if part.numel()]
+        ops += [dist.P2POp(dist.isend, part, to, tag=tag) for to, part in sends if part.numel()]
         self.sent_bytes += sum(nbytes((part,)) for _, part in sends)
         if not ops:
             return []
