@@ -4,10 +4,12 @@ TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: run test quick install soak gpu lint clean
+.PHONY: run test quick install soak gpu lint clean chromium
 
+# four emulated hosts at 1 Gbit/s, or plain processes where the system allows no network namespaces
 run: $(STAMP)
-	$(BIN)/weft train text -n 2 --steps 60 -- --size 2m
+	$(BIN)/weft compare wide "bsp / ring / sequential" "bsp / ring" "bsp / ring / cast" --peers ddp \
+		--hosts 4 --bandwidth 1gbit --steps 25 --seeds 1 --links auto
 
 install: $(STAMP)
 
@@ -23,7 +25,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# the report is looked at in a real browser
+chromium:
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium)
+
+test: lint chromium
 	$(BIN)/python -m pytest tests --ignore tests/gpu
 
 quick: $(STAMP)

@@ -37,10 +37,10 @@ def trained(place: Path) -> dict[str, Any]:
 
 
 def test_every_command_is_pinned() -> None:
-    assert set(KEYS) == set(COMMANDS)
+    assert set(KEYS) == set(COMMANDS) - {"compare", "lab"}, "those two are pinned in tests/net"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", KEYS)
 def test_keys(command: str, place: Path, trained: dict[str, Any]) -> None:
     arguments = {"check": ["bsp / ring"], "export": ["run", "--to", "csv"]}
     said = trained if command == "train" else result(command, *arguments.get(command, []), cwd=place)

@@ -15,6 +15,7 @@ SOURCE = Path(weft.__file__).parent
 
 def test_public_names() -> None:
     assert sorted(weft.__all__) == [
+        "Comparison",
         "Conflict",
         "JobError",
         "LoopError",
@@ -25,13 +26,15 @@ def test_public_names() -> None:
         "UserError",
         "WeftError",
         "__version__",
+        "compare",
         "init",
     ]
+    assert all(getattr(weft, name) is not None for name in weft.__all__)
     methods = {name for name in vars(weft.Run) if not name.startswith("_")}
     assert methods == {
         *("accumulate", "clip", "close", "distribute", "is_main", "log", "rank", "report", "shard", "step", "workers")
     }
-    assert COMMANDS == ("train", "check", "answers", "systems", "export", "doctor")
+    assert COMMANDS == ("train", "compare", "check", "answers", "systems", "lab", "export", "doctor")
 
 
 def test_every_preset_is_legal_and_spelled_canonically() -> None:

@@ -86,13 +86,12 @@ def test_a_profile_holds_every_tensor_once_and_adds_up(layers: Any) -> None:
 
 
 @BOTH
-def test_shapes_has_these_parameters_and_cannot_compute(layers: Any) -> None:
+def test_shapes_has_these_parameters_and_computes_nothing(layers: Any) -> None:
     with torch.device("meta"):
         model = models.Shapes(layers)
     found = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     assert found == [(layer.name, layer.shape) for layer in layers]
-    with pytest.raises(RuntimeError, match="shapes only; run it with sleeping compute"):
-        model(torch.zeros(1))
+    assert not model(torch.zeros(1)).requires_grad
 
 
 def test_shapes_are_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from weft.errors import JobError
 
+_FILE_WIDTH = 150
+
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON to a file, or - for stdout.")
 ]
@@ -22,7 +25,10 @@ JsonOption = Annotated[
 
 def console(target: str | None) -> Console:
     """Where people read: standard output, unless that carries JSON."""
-    return Console(stderr=target == "-", highlight=False, soft_wrap=True)
+    shown = Console(stderr=target == "-", highlight=False, soft_wrap=True)
+    if not shown.is_terminal and "COLUMNS" not in os.environ:
+        shown.width = _FILE_WIDTH  # a file or a log has no edge
+    return shown
 
 
 def emit(result: dict[str, Any], target: str | None) -> None:

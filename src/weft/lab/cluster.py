@@ -25,6 +25,7 @@ from weft.runtime.launch import Seat
 from weft.units import Bandwidth
 
 MOST_HOSTS = 64
+_LEAST, _MOST = Bandwidth(10**6), Bandwidth(30 * 10**9)
 _TOLERANCE = 0.03
 _TRIES = 4
 _PROBE_S = 0.4
@@ -65,10 +66,13 @@ class Cluster:
         if not 1 <= hosts <= MOST_HOSTS:
             raise UserError(f"--hosts is {hosts}, but an emulated cluster has 1 to {MOST_HOSTS} hosts")
         rates = {host: Bandwidth.parse(bandwidth) for host in range(hosts)}
-        for host, rate in (links or {}).items():
+        for host, text in (links or {}).items():
             if host not in rates:
                 raise UserError(f"--link names host {host}, but hosts are numbered 0 to {hosts - 1}")
-            rates[host] = Bandwidth.parse(rate)
+            rates[host] = Bandwidth.parse(text)
+        for rate in rates.values():
+            if not _LEAST <= rate <= _MOST:
+                raise UserError(f"a link of {rate} cannot be emulated; choose from {_LEAST} to {_MOST}")
         self.links = [Link(host=host, asked=rate) for host, rate in rates.items()]
         self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
         self.verify, self.detached = verify, name is not None
@@ -194,22 +198,20 @@ class Cluster:
         )
 
     def measure(self, seconds: float = _PROBE_S) -> None:
-        """Send around a ring, which fills equal links both ways at once; links that a slower neighbour held back
-        are measured again, one by one, against all others."""
+        """Equal links by sending around a ring, which fills all of them both ways at once; others one by one, against
+        all other hosts, since what a fast host sends to a slow one would crowd out the slow one's own traffic."""
         n = self.hosts
         up, down, payload = [0.0] * n, [0.0] * n, [0.0] * n
-        ring = [(host, (host + 1) % n) for host in range(n)]
-        got = self.ask("measure", senders=ring, seconds=seconds)
-        for (source, to), rate in zip(ring, got["payload"], strict=True):
-            payload[source] = rate
-            up[source], down[to] = got["links"][source][0] * 8, got["links"][to][1] * 8
-        for host in range(n):
-            others = [other for other in range(n) if other != host]
-            want = self._reachable(host)
-            if want > 1.01 * min(want, self.links[(host + 1) % n].asked):
+        if len({link.asked for link in self.links}) == 1:
+            ring = [(host, (host + 1) % n) for host in range(n)]
+            got = self.ask("measure", senders=ring, seconds=seconds)
+            payload = got["payload"]
+            up, down = ([rates[way] * 8 for rates in got["links"]] for way in (0, 1))
+        else:
+            for host in range(n):
+                others = [other for other in range(n) if other != host]
                 got = self.ask("measure", senders=[(host, other) for other in others], seconds=seconds)
                 up[host], payload[host] = got["links"][host][0] * 8, sum(got["payload"])
-            if want > 1.01 * min(want, self.links[host - 1].asked):
                 got = self.ask("measure", senders=[(other, host) for other in others], seconds=seconds)
                 down[host] = got["links"][host][1] * 8
         self.links = [

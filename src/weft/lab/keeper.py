@@ -30,8 +30,8 @@ _HANDLE = 0x10000
 _GSO_BYTES = 80_000
 """The largest packet that leaves a socket, with the headers that its segments will have; no burst may be smaller."""
 _BURST_S = 0.001
-_QUEUE_S = 0.1
-_QUEUE_BYTES = 2_000_000
+_QUEUE_S = 0.02
+_QUEUE_BYTES = 400_000
 
 
 def host_address(host: int) -> str:

@@ -1,0 +1,63 @@
+"""The survey's 10 GbE block at 16 GPUs [Shi et al. 2020], emulated: four hosts at 1 Gbit/s, sleeping compute.
+
+A ring of 16 moves 1.875 times the gradient through each host's link, a ring of 4 only 1.5 times; the survey's hosts
+reached 1.15 GB/s, an emulated link carries 0.119. So computing is made 7.7 times longer, which keeps its ratio to
+communication. Computing is spread over the layers by their arithmetic (bench/survey_models.py).
+
+Scaling efficiency is throughput over that of as many single workers: computing alone over the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import weft
+from weft.profile import Profile
+
+sys.path.insert(0, str(Path(__file__).parent))
+import survey_models
+
+STRETCH = 7.7
+METHODS = {"BSP-A2A": "bsp / ring / sequential", "WFBP-A2A": "bsp / ring / wfbp"}
+COMPUTE_S = {"resnet50": 0.2529, "bert_base": 0.3008}
+PUBLISHED = {
+    "resnet50": {"BSP-A2A": 2485.12 / (16 * 253.1), "WFBP-A2A": 3146.78 / (16 * 253.1)},
+    "bert_base": {"BSP-A2A": 984.88 / (16 * 212.8), "WFBP-A2A": 1069.48 / (16 * 212.8)},
+}
+"""Throughput on 16 GPUs over 16 times one GPU's, 10 GbE with TCP/IP."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(COMPUTE_S), default=list(COMPUTE_S))
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/survey"))
+    args = parser.parse_args()
+    print("| model | method | step, ms | computing, ms | bound, ms | efficiency | published | difference |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model in args.models:
+        layers = survey_models.MODELS[model]()
+        profile = Profile.of(survey_models.profile(layers, COMPUTE_S[model] * STRETCH))
+        result = weft.compare(
+            str(Path(__file__).with_name("survey_job.py")),
+            METHODS,
+            args=(model,),
+            compute="sleep",
+            profile=profile,
+            steps=args.steps,
+            seeds=args.seeds,
+            out=args.out / model,
+        )
+        for row in result.rows:
+            here, there = profile.compute_s / row["step_s"], PUBLISHED[model][row["name"]]
+            times = [f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"]
+            times += [f"{profile.compute_s * 1e3:.0f}", f"{row['bound_s'] * 1e3:.0f}"]
+            cells = [model, row["name"], *times, f"{here:.3f}", f"{there:.3f}", f"{here - there:+.3f}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
