@@ -186,15 +186,15 @@ class Cluster:
         """Measure every link both ways, all of them at once; a machine that cannot carry them is refused."""
         for attempt in range(_TRIES):
             self.measure(_PROBE_S * (1 + attempt))
-            wrong = [link for link in self.links if _error(link, self._reachable(link.host)) > _TOLERANCE]
+            wrong = [link for link in self.links if self._fillable(link) and _error(link) > _TOLERANCE]
             if not wrong:
                 return
         link = wrong[0]
         assert link.up_bit_s is not None and link.down_bit_s is not None
         raise JobError(
             f"the link of host {link.host} carries {link.up_bit_s / 1e6:.0f} Mbit/s up and "
-            f"{link.down_bit_s / 1e6:.0f} down where {self._reachable(link.host) / 1e6:.0f} were asked, "
-            f"with all {self.hosts} links busy; this machine cannot carry more, lower --bandwidth or --hosts"
+            f"{link.down_bit_s / 1e6:.0f} down where {link.asked / 1e6:.0f} were asked, with all {self.hosts} hosts "
+            "sending; this machine cannot carry more, lower --bandwidth or --hosts"
         )
 
     def measure(self, seconds: float = _PROBE_S) -> None:
@@ -219,10 +219,9 @@ class Cluster:
             for h, link in enumerate(self.links)
         ]
 
-    def _reachable(self, host: int) -> int:
-        """What a host's link can carry at most: its own rate, or all that the others have."""
-        others = sum(link.asked for link in self.links if link.host != host)
-        return min(self.links[host].asked, others)
+    def _fillable(self, link: Link) -> bool:
+        """Whether all others together are fast enough to fill a link; one that is not cannot be verified."""
+        return link.asked <= sum(other.asked for other in self.links if other.host != link.host)
 
 
 class Loopback:
@@ -246,8 +245,8 @@ class Loopback:
         return None
 
 
-def _error(link: Link, asked: int) -> float:
-    return max(abs((rate or 0.0) / asked - 1) for rate in (link.up_bit_s, link.down_bit_s))
+def _error(link: Link) -> float:
+    return max(abs((rate or 0.0) / link.asked - 1) for rate in (link.up_bit_s, link.down_bit_s))
 
 
 def _path() -> list[str]:

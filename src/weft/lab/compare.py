@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,16 +235,19 @@ def contenders(strategies: Sequence[str | Strategy | Mapping[str, str]], names: 
 def conduct(request: Request, watch: Callable[[Board], None]) -> Comparison:
     """Carry a comparison out. Interrupted, it keeps and reports what is finished."""
     out = _folder(request)
+    fresh = not out.exists()
     board = Board(request)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         with _site(request) as site:
             board.links, board.threads = [link.row() for link in site.links], site.threads
             board.emulated = isinstance(site, Cluster)
+            _make(out)
             _runs(request, board, site, out, watch)
-    except KeyboardInterrupt:
-        board.interrupted = True
-        if not board.samples:
+    except BaseException as error:
+        board.interrupted = isinstance(error, KeyboardInterrupt)
+        if not board.interrupted or not board.samples:
+            _tidy(out, fresh)
             raise
     result = _result(request, board, out, began)
     write_json(out / "compare.json", result)
@@ -359,11 +363,22 @@ def _folder(request: Request) -> Path:
         out = next(folder for folder in numbers if not folder.exists())
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not an empty folder; give a new one, results are not overwritten")
+    return out.absolute()
+
+
+def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made: {error.strerror}; give another") from None
-    return out.absolute()
+
+
+def _tidy(out: Path, fresh: bool) -> None:
+    """A folder that was made for a comparison without a single row goes away with it."""
+    if fresh:
+        shutil.rmtree(out, ignore_errors=True)
+        if out.parent == Path("runs").absolute() and out.parent.is_dir() and not any(out.parent.iterdir()):
+            out.parent.rmdir()
 
 
 def _result(request: Request, board: Board, out: Path, began: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _GSO_BYTES = 80_000
 """The largest packet that leaves a socket, with the headers that its segments will have; no burst may be smaller."""
 _BURST_S = 0.001
 _QUEUE_S = 0.02
+_READS, _READ_S = 5, 0.002
 _QUEUE_BYTES = 400_000
 
 
@@ -125,7 +126,7 @@ class Keeper:
         and when each was read."""
         rows, times = [], []
         for host in range(len(self.rates)):
-            read = [(_carried(net, index), time.monotonic()) for net, index in self._ends(host)]
+            read = [_carried(net, index) for net, index in self._ends(host)]
             rows.append([count for count, _ in read])
             times.append([moment for _, moment in read])
         return {"bytes": rows, "at": times}
@@ -158,11 +159,16 @@ def _shape(bit_s: int) -> dict[str, int]:
     return {"rate": rate, "burst": max(_GSO_BYTES, int(rate * _BURST_S)), "limit": limit}
 
 
-def _carried(net: Any, index: int) -> int:
-    for qdisc in net.get_qdiscs(index=index):
-        if qdisc["handle"] == _HANDLE:
-            return int(qdisc.get_attr("TCA_STATS2").get_attr("TCA_STATS_BASIC")["bytes"])
-    raise AssertionError("every link has its shaper")
+def _carried(net: Any, index: int) -> tuple[int, float]:
+    """A shaper's bytes and the moment they were read; read again where that moment is uncertain."""
+    for _ in range(_READS):
+        before = time.monotonic()
+        qdiscs = net.get_qdiscs(index=index)
+        after = time.monotonic()
+        if after - before < _READ_S:
+            break
+    mine = next(qdisc for qdisc in qdiscs if qdisc["handle"] == _HANDLE)
+    return int(mine.get_attr("TCA_STATS2").get_attr("TCA_STATS_BASIC")["bytes"]), (before + after) / 2
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
