@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from weft.errors import UserError
-from weft.lab import report
+from weft.lab import _plots, report
 
 PLOTS = ("step", "loss", "timeline")
 FIGURES = ("step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker", "wire_bytes_link")
@@ -148,7 +148,7 @@ def test_rows_that_compute_in_another_way_do_not_compete() -> None:
 def test_setting_says_what_ran_where() -> None:
     assert report.setting(sample()) == (
         "job wide · 4 emulated hosts · host 3 slowed 4x · links of 1 Gbit/s · real compute · "
-        "30 steps after 5 of warm-up · seeds 0 and 1"
+        "25 steps after 5 of warm-up · seeds 0 and 1"
     )
     bare = {**sample(), "seeds": [7], "cluster": {"hosts": 1, "emulated": False, "slow": [], "links": []}}
     assert "· 1 host · links as they are ·" in report.setting(bare) and report.setting(bare).endswith("seed 7")
@@ -158,7 +158,7 @@ def test_setting_says_what_ran_where() -> None:
     ("seconds", "text"), [(1.2345, "1234"), (0.0999, "99.9"), (0.09999, "100"), (0.0045, "4.50"), (0, "0.00")]
 )
 def test_ms(seconds: float, text: str) -> None:
-    assert report.ms(seconds) == text
+    assert _plots.ms(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -169,17 +169,17 @@ def test_bit_rate(bit_s: float | None, text: str) -> None:
 
 
 def test_names_stay_whole_up_to_a_hundred_characters() -> None:
-    assert report.shown("n" * 100) == "n" * 100
-    short = report.shown("a" * 150 + "z" * 150)
+    assert _plots.shown("n" * 100) == "n" * 100
+    short = _plots.shown("a" * 150 + "z" * 150)
     assert len(short) <= 100 and short.startswith("aaa") and short.endswith("zzz")
 
 
 def test_buckets_have_lanes_until_they_are_too_many() -> None:
     few = [[1, 0.5, 0.75], [0, 0.0, 0.25], [1, 1.0, 1.25]]
-    assert report.lanes_of(few) == [[(0.0, 250.0)], [(500.0, 250.0), (1000.0, 250.0)]]
-    assert len(report.lanes_of([[i, 0, 1] for i in range(report.MOST_LANES)])) == report.MOST_LANES
-    assert [len(lane) for lane in report.lanes_of([[i, 0, 1] for i in range(40)])] == [40]
-    assert report.lanes_of([]) == []
+    assert _plots.lanes_of(few) == [[(0.0, 250.0)], [(500.0, 250.0), (1000.0, 250.0)]]
+    assert len(_plots.lanes_of([[i, 0, 1] for i in range(_plots.MOST_LANES)])) == _plots.MOST_LANES
+    assert [len(lane) for lane in _plots.lanes_of([[i, 0, 1] for i in range(40)])] == [40]
+    assert _plots.lanes_of([]) == []
 
 
 # --- the file -------------------------------------------------------------------------------------------------------

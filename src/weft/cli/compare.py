@@ -19,8 +19,10 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
-from weft.lab import compare as lab
+from weft.lab.board import Board
+from weft.lab.compare import conduct
 from weft.lab.experiment import Contender
+from weft.lab.request import DEFAULTS, Request, contenders
 from weft.profile import Profile
 from weft.strategy import Strategy
 from weft.units import bytes_text
@@ -59,13 +61,13 @@ def compare(
     words = list(strategies or ())
     cut = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     named = [name.strip() for name in peers.split(",") if name.strip()]
-    chosen = words[:cut] or ([] if named or system or group else list(lab.DEFAULTS))
+    chosen = words[:cut] or ([] if named or system or group else list(DEFAULTS))
     if profile is not None and compute != "sleep":
         raise UserError("--profile is for --compute sleep; leave it out, or sleep")
-    request = lab.Request(
+    request = Request(
         job=job,
         args=tuple(words[cut:]),
-        contenders=(*_systems(system or [], group), *lab.contenders(chosen, named)),
+        contenders=(*_systems(system or [], group), *contenders(chosen, named)),
         hosts=hosts,
         bandwidth=bandwidth,
         links=parse_links(link),
@@ -80,7 +82,7 @@ def compare(
         command=shlex.join(["weft", *sys.argv[1:]]),
     ).checked()
     with _Watch(show) as watch:
-        found = lab.conduct(request, watch)
+        found = conduct(request, watch)
     emit(found.result, json)
     show.print(_table(found.result["rows"]))
     one = found.result["one_host"]
@@ -118,7 +120,8 @@ class _Watch:
     """A live table on a terminal; elsewhere a line for every run that ends."""
 
     def __init__(self, show: Console) -> None:
-        self.show, self.done, self.told = show, 0, False
+        self.show, self.done = show, 0
+        self.said: set[str] = set()
         self.live = Live(console=show, refresh_per_second=2, transient=True) if show.is_terminal else None
         self.began = time.monotonic()
 
@@ -131,36 +134,34 @@ class _Watch:
         if self.live is not None:
             self.live.stop()
 
-    def __call__(self, board: lab.Board) -> None:
-        if not self.told and not board.emulated:
-            self._say("network namespaces are not allowed here: hosts are processes on loopback, links are not shaped")
-        if not self.told and board.one_host is None and not board.event:
-            self._say("one host alone, to learn what a step takes …")
-        if board.expected_s is not None and not self.told:
+    def __call__(self, board: Board) -> None:
+        if not board.emulated:
+            self._say("hosts are processes on loopback, links are not shaped")
+        self._say("one host alone, to learn what a step takes …")
+        if board.expected_s is not None:
             runs = (len(board.request.contenders) + 1) * board.request.seeds
             self._say(f"expected: about {_duration(board.expected_s)} for {runs} runs of {board.request.steps} steps")
-        self.told = self.told or board.expected_s is not None
         if self.live is not None:
             self.live.update(self._picture(board))
         else:
             self._lines(board)
 
     def _say(self, text: str) -> None:
-        if not getattr(self, text, False):
-            setattr(self, text, True)
+        if text not in self.said:
+            self.said.add(text)
             self.show.print(text)
 
-    def _lines(self, board: lab.Board) -> None:
+    def _lines(self, board: Board) -> None:
         done = sum(len(samples) for samples in board.samples.values()) + len(board.errors) + len(board.alone)
         if done > self.done and not board.running:
             self.done = done
             left = f", {_duration(self._left(board))} left" if board.expected_s else ""
             self.show.print(f"{done} runs done{left}")
 
-    def _left(self, board: lab.Board) -> float:
+    def _left(self, board: Board) -> float:
         return max(0.0, (board.expected_s or 0.0) - (time.monotonic() - self.began))
 
-    def _picture(self, board: lab.Board) -> Table:
+    def _picture(self, board: Board) -> Table:
         table = _table(board.rows())
         event = board.event
         at = f"step {event['step']}/{event['steps']}" if event else "starting"

@@ -19,8 +19,8 @@ from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_lin
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
 from weft.lab.cluster import Cluster
-from weft.lab.compare import parse_slow
 from weft.lab.experiment import slow_seat
+from weft.lab.request import parse_slow
 from weft.runtime.choose import DEFAULT, winner
 from weft.runtime.folder import summary
 from weft.runtime.launch import JobFailedError, Launch, Seat, find_job, launch

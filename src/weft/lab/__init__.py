@@ -6,6 +6,8 @@ cluster      a cluster to enter and leave: hosts, links, counters
 enter        starts a command on an emulated host
 peers/       PyTorch's own wrappers, to run the same job under
 experiment   one contender, one seed: a run on the cluster and what was measured
+request      what to compare, and on what
 compare      several contenders, interleaved: `weft compare`
-report       what that leaves for people to read
+board        how far that is, and its rows
+report       what it leaves for people to read
 """

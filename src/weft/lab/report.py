@@ -1,61 +1,23 @@
-"""The report of a comparison: one HTML file that needs nothing beside it, and its plots as PNG.
-
-A colour stands for a row in every plot; what the loop does is grey. Lengths in plots are points, 72 to an inch.
-"""
+"""The report of a comparison: one HTML file that needs nothing beside it, and its plots as PNG."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weft.errors import UserError
+from weft.lab._plots import PLOTS, Result, Row, drawing, finished, inline_svg, ms, plain
 from weft.units import bytes_text
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-Result = dict[str, Any]
-Row = dict[str, Any]
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette without its yellow, which white paper swallows."""
-DASHES = (None, (7.0, 3.0), (3.0, 3.0), (10.0, 3.0, 3.0, 3.0))
-"""Of lines, so that one beneath an equal one shows, and rows that share a colour differ."""
-PHASES = {"forward": "#c4c8cc", "backward": "#7d848b", "wait": "#ffffff", "optimizer": "#33383d"}
-INK, MUTED, LINE = "#22262a", "#646b72", "#dfe2e5"
-WIDTH, RIGHT, TOP, BOTTOM = 720.0, 14.0, 26.0, 34.0
-LOOK: dict[Any, Any] = {
-    "svg.hashsalt": "weft",
-    "svg.fonttype": "path",
-    "text.parse_math": False,
-    "hatch.linewidth": 0.5,
-    "font.size": 9,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-}
-"""Settings of matplotlib: the same SVG every time, and a dollar in a name is a dollar."""
-MOST_LANES = 12
 MISSING = "–"
 
 
 def write_report(result: Result, folder: Path) -> Path:
     """Write report.html, and step.png, loss.png and timeline.png where there is something to draw, into `folder`."""
     plots = {}
-    with _drawing():
+    with drawing():
         for name, (draw, label) in PLOTS.items():
             picture = folder / f"{name}.png"
             picture.unlink(missing_ok=True)
@@ -74,20 +36,6 @@ def write_report(result: Result, folder: Path) -> Path:
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def plain(value: float) -> str:
-    """A number with about three digits, never in powers of ten: `812`, `38.2`, `4.12`."""
-    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
-
-
-def ms(seconds: float) -> str:
-    return plain(seconds * 1e3)
-
-
-def finished(row: Row) -> bool:
-    """Whether a row has figures; an error may be an empty text."""
-    return row["error"] is None
-
-
 def bit_rate(bit_s: float | None) -> str:
     """A link's rate for people: `1 Gbit/s`."""
     if bit_s is None:
@@ -102,11 +50,6 @@ def listed(words: Sequence[object]) -> str:
     """`a, b and c`."""
     texts = [str(word) for word in words]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
-def shown(name: str, most: int = 100) -> str:
-    """A name for a plot: whole, or without its middle where no plot is wide enough for it; the table has all of it."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]} … {name[-(most // 2 - 2) :]}"
 
 
 def ranked(result: Result) -> list[Row]:
@@ -161,205 +104,10 @@ def setting(result: Result) -> str:
     span = listed(rates) if len(rates) <= 3 else f"{rates[0]} to {rates[-1]}"
     links = f"links of {span}" if rates else "links as they are"
     compute = "sleeping compute" if result["compute"] == "sleep" else f"{result['compute']} compute"
-    steps = f"{result['steps']} steps after {result['warmup']} of warm-up"
+    steps = f"{result['steps'] - result['warmup']} steps after {result['warmup']} of warm-up"
     return " · ".join(
         [f"job {result['job']}", hosts, *slow, links, compute, steps, f"seed{'s' * (len(seeds) != 1)} {listed(seeds)}"]
     )
-
-
-# --- plots ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Matplotlib with its own defaults whatever the user's are, names taken literally, and the same SVG every time."""
-    try:
-        import matplotlib
-        import matplotlib.figure
-    except ImportError:
-        raise UserError('the report needs matplotlib; pip install "weft[report]"') from None
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
-        yield
-
-
-def colour(index: int) -> str:
-    """The colour of a row, the same in all plots."""
-    return COLOURS[index % len(COLOURS)]
-
-
-def pale(ink: str) -> str:
-    """A colour thinned with white."""
-    return "#" + "".join(f"{255 - (255 - int(ink[at : at + 2], 16)) * 2 // 5:02x}" for at in (1, 3, 5))
-
-
-def _lanes(height: float, left: float, longest_s: float) -> tuple[Figure, Axes]:
-    """A figure whose y axis counts points downwards from 0 to `height`, and whose x axis counts milliseconds."""
-    from matplotlib.figure import Figure
-
-    total = height + TOP + BOTTOM
-    figure = Figure(figsize=(WIDTH / 72, total / 72))
-    axes = figure.add_axes((left / WIDTH, BOTTOM / total, (WIDTH - left - RIGHT) / WIDTH, height / total))
-    axes.set(xlim=(0, longest_s * 1e3), ylim=(height, 0), xlabel="ms", yticks=[])
-    _calm(axes, "x")
-    axes.spines["left"].set_visible(False)
-    return figure, axes
-
-
-def _calm(axes: Axes, grid: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="x" if grid == "x" else "both", color=LINE, linewidth=0.7)
-    axes.tick_params(length=3)
-
-
-def _legend(figure: Figure, left: float, handles: Sequence[Artist]) -> None:
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (left / WIDTH, 1.0), "borderaxespad": 0.4}
-    figure.legend(handles=list(handles), ncols=len(handles), frameon=False, handlelength=1.6, **place)
-
-
-def _draw_steps(result: Result) -> Figure | None:
-    """A bar per row: computing, then exposed communication; the spread as a whisker, the bound as a tick."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    rows = result["rows"]
-    done = [row for row in rows if finished(row)]
-    if not done:
-        return None
-    longest = max(max(row["step_s"] + (row["step_s_spread"] or 0), row["bound_s"] or 0) for row in done)
-    figure, axes = _lanes(34.0 * len(rows), RIGHT, longest * 1.12)
-    for index, row in enumerate(rows):
-        top = 34.0 * index
-        axes.text(0, top + 11, shown(row["name"]), va="baseline")
-        if not finished(row):
-            axes.text(0, top + 25, "did not finish", va="baseline", color=MUTED, style="italic")
-            continue
-        step, spread, bound = row["step_s"] * 1e3, (row["step_s_spread"] or 0) * 1e3, (row["bound_s"] or 0) * 1e3
-        computing = min((row["compute_s"] or 0) * 1e3, step)
-        parts = [(0, computing), (computing, step - computing)]
-        axes.broken_barh(parts, (top + 16, 12), facecolors=[colour(index), pale(colour(index))], linewidth=0)
-        axes.errorbar(step, top + 22, xerr=spread, color=INK, linewidth=1, capsize=2.5)
-        if row["bound_s"] is not None:
-            axes.plot([bound, bound], [top + 14.5, top + 29.5], color=INK, linewidth=2, solid_capstyle="butt")
-        axes.text(max(step + spread, bound), top + 25, f"  {ms(row['step_s'])} ms", va="baseline")
-    bars = [
-        Patch(color=MUTED, linewidth=0, label="computing"),
-        Patch(color=pale(MUTED), linewidth=0, label="exposed communication"),
-    ]
-    tick = Line2D([], [], color=INK, linestyle="", marker="|", markersize=10, markeredgewidth=2, label="bound")
-    whisker = Line2D([], [], color=INK, linewidth=1, marker="|", markersize=5, label="step, with its spread")
-    _legend(figure, 8, [*bars, whisker, tick])
-    return figure
-
-
-def _draw_losses(result: Result) -> Figure | None:
-    """Loss against time and against bytes, a line per row."""
-    from matplotlib.figure import Figure
-
-    curves = result["curves"]
-    rows = [(index, row["name"]) for index, row in enumerate(result["rows"]) if curves.get(row["name"], {}).get("loss")]
-    if not rows:
-        return None
-    columns = 2 if max(len(name) for _, name in rows) <= 48 else 1
-    foot = 46 + 14.5 * -(-len(rows) // columns)
-    total = 14 + 220 + foot
-    figure = Figure(figsize=(WIDTH / 72, total / 72))
-    half = (WIDTH - 2 * 48 - RIGHT - 10) / 2
-    left = figure.add_axes((48 / WIDTH, foot / total, half / WIDTH, 220 / total))
-    right = figure.add_axes(((2 * 48 + 10 + half) / WIDTH, foot / total, half / WIDTH, 220 / total), sharey=left)
-    most = max(max(curves[name]["bytes"], default=0) for _, name in rows)
-    unit, factor = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
-    for index, name in rows:
-        curve = curves[name]
-        look: dict[str, Any] = {"color": colour(index), "linewidth": 1.7, "label": shown(name)}
-        look["linestyle"] = (0, DASHES[index % len(DASHES)])
-        left.plot(curve["time_s"], curve["loss"], **look)
-        right.plot([count / factor for count in curve["bytes"]], curve["loss"], **look)
-    for axes, label in ((left, "time, s"), (right, f"sent by a worker, {unit}")):
-        _calm(axes, "both")
-        axes.set(xlabel=label, ylabel="loss")
-        axes.set_xlim(left=0)
-        if result["target_loss"] is not None:
-            axes.axhline(result["target_loss"], color=MUTED, linewidth=1, linestyle=":", label="target")
-    handles, _ = left.get_legend_handles_labels()
-    named = handles[: len(rows)]
-    figure.legend(handles=named, loc="lower left", bbox_to_anchor=(40 / WIDTH, 0), ncols=columns, frameon=False)
-    if result["target_loss"] is not None:
-        right.annotate(
-            "target",
-            (1, result["target_loss"]),
-            (0, 3),
-            ("axes fraction", "data"),
-            "offset points",
-            ha="right",
-            color=MUTED,
-        )
-    return figure
-
-
-def lanes_of(wire: Sequence[Sequence[Any]]) -> list[list[tuple[float, float]]]:
-    """The spans on the wire as (start, length) in ms: a lane per bucket, or one for all where buckets are many."""
-    lanes: dict[Any, list[tuple[float, float]]] = {}
-    for bucket, start, end in wire:
-        lanes.setdefault(bucket, []).append((start * 1e3, (end - start) * 1e3))
-    if len(lanes) > MOST_LANES:
-        return [[span for lane in lanes.values() for span in lane]]
-    return [lanes[bucket] for bucket in sorted(lanes)]
-
-
-def _draw_timelines(result: Result) -> Figure | None:
-    """One step per row: what the loop does, and what is on the wire meanwhile, on one time axis."""
-    from matplotlib.patches import Patch
-
-    found = [(i, row, result["timelines"].get(row["name"])) for i, row in enumerate(result["rows"])]
-    rows = [(index, row, line, lanes_of(line["wire"])) for index, row, line in found if line and line["loop"]]
-    if not rows:
-        return None
-    longest = max(end for _, _, line, _ in rows for _, _, end in [*line["loop"], *line["wire"]])
-    thick = [10.0 if len(lanes) == 1 else 6.0 for _, _, _, lanes in rows]
-    heights = [32.0 + len(lanes) * each + 12 for each, (_, _, _, lanes) in zip(thick, rows, strict=True)]
-    figure, axes = _lanes(sum(heights), 44, longest * 1.1)
-    top = 0.0
-    for (index, row, line, lanes), each, height in zip(rows, thick, heights, strict=True):
-        axes.text(0, top + 12, shown(row["name"]), va="baseline")
-        axes.annotate("loop", (0, top + 26), (-6, 0), textcoords="offset points", ha="right", color=MUTED)
-        for phase, start, end in line["loop"]:
-            look: dict[str, Any] = {"facecolor": PHASES.get(phase, "#a08f6a"), "edgecolor": MUTED, "linewidth": 0.4}
-            hatch = "/////" if phase == "wait" else None
-            axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (top + 17, 12), hatch=hatch, **look)
-        length = max(end for _, _, end in line["loop"])
-        axes.text(length * 1e3, top + 26, f"  {ms(length)} ms", va="baseline")
-        if lanes:
-            middle = top + 31 + len(lanes) * each / 2 + 3
-            axes.annotate("wire", (0, middle), (-6, 0), textcoords="offset points", ha="right", color=MUTED)
-        for lane, spans in enumerate(lanes):
-            axes.broken_barh(spans, (top + 31 + lane * each, each - 1), color=colour(index), linewidth=0)
-        top += height
-    handles = [Patch(facecolor=ink, edgecolor=MUTED, linewidth=0.4, label=phase) for phase, ink in PHASES.items()]
-    handles[list(PHASES).index("wait")].set_hatch("/////")
-    _legend(
-        figure, 38, [*handles, Patch(color=colour(rows[0][0]), linewidth=0, label="on the wire, in the row's colour")]
-    )
-    return figure
-
-
-PLOTS: dict[str, tuple[Callable[[Result], Figure | None], str]] = {
-    "step": (_draw_steps, "Bars of step time, a bar per row, split into computing and exposed communication"),
-    "loss": (_draw_losses, "Two panels of lines: loss against time, and loss against bytes sent, a line per row"),
-    "timeline": (_draw_timelines, "Timelines of one step per row: what the loop does and what is on the wire"),
-}
-
-
-def inline_svg(text: str, prefix: str, label: str) -> str:
-    """Matplotlib's SVG as part of a page: no prolog, metadata or style of its own, ids with a prefix, any width."""
-    text = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*|<style.*?</style>\s*", "", text, flags=re.DOTALL)
-    text = text[text.index("<svg") :].replace("xlink:href=", "href=")
-    text = re.sub(r'(\bid="|url\(#|\bhref="#)', rf"\g<1>{prefix}-", text)
-    view = re.search(r'viewBox="[^"]*"', text)
-    assert view is not None
-    return f'<svg role="img" aria-label="{escape(label)}" {view[0]}>{text[text.index(">") + 1 :].strip()}'
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -488,12 +236,13 @@ def _sentences(result: Result) -> str:
 
 
 MEANINGS = {
-    "step": "The time of one step; ± is its spread. Speed-up is samples/s over those of one host alone.",
+    "step": "The median time of one step of the slowest host; ± is the interquartile range. Speed-up is samples/s over "
+    "those of one host alone.",
     "exposed": "Step minus computing alone: communication that no computing hides.",
     "bound": "The larger of computing alone and the bytes that the strategy must move over the measured payload rate. "
     "A step cannot be shorter, but for measuring error. The share of bound is bound over step: at 100 % "
     "nothing is left to win without computing or sending less.",
-    "busiest link": "What crossed the busiest link of the cluster, headers and retransmissions included.",
+    "busiest link": "What crossed the busiest link, in its busier direction, headers and acknowledgements included.",
     "real compute": "Emulated hosts share this machine's cores, so computing slows down when they compute together.",
     "sleeping compute": "Each host sleeps as long as it would compute alone; bytes are real, nothing trains.",
 }

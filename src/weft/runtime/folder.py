@@ -31,6 +31,7 @@ def describe(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     environment = {
         "strategy": str(strategy),
+        "peer": os.environ.get("WEFT_PEER"),
         "workers": world.workers,
         "processes": world.processes,
         "steps": steps,
