@@ -90,7 +90,9 @@ def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
     assert (row["strategy"], row["workers"], row["steps"]) == ("bsp / direct", 3, 6)
     folder = scratch / row["folder"]
     names = {file.name for file in folder.iterdir()}
-    expected = {"strategy.toml", "environment.json"} | {f"{kind}-{p}.json" for p in range(3) for kind in ("trace",)}
+    expected = {"strategy.toml", "environment.json", "model.json"} | {
+        f"{kind}-{p}.json" for p in range(3) for kind in ("trace",)
+    }
     assert expected | {f"events-{p}.jsonl" for p in range(3)} == names
     events = [json.loads(line) for line in (folder / "events-1.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]
