@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -84,7 +85,10 @@ def compare(
     with _Watch(show) as watch:
         found = conduct(request, watch)
     emit(found.result, json)
-    show.print(_table(found.result["rows"]))
+    show.print(_table(found.result["rows"], show.width))
+    for row in found.result["rows"]:
+        if row["error"] is not None:
+            show.print(f"{row['name']}: {row['error']}", markup=False)
     one = found.result["one_host"]
     show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
     show.print(f"{compute} compute on {found.result['machine']['cores']} cores")
@@ -162,7 +166,7 @@ class _Watch:
         return max(0.0, (board.expected_s or 0.0) - (time.monotonic() - self.began))
 
     def _picture(self, board: Board) -> Table:
-        table = _table(board.rows())
+        table = _table(board.rows(), self.show.width)
         event = board.event
         at = f"step {event['step']}/{event['steps']}" if event else "starting"
         left = f"about {_duration(self._left(board))} left" if board.expected_s else ""
@@ -170,33 +174,43 @@ class _Watch:
         return table
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """The rows, for a terminal."""
-    timed = any(row["time_to_target_s"] is not None for row in rows)
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    """The rows, for a terminal: as many columns as there is room for beside the names."""
+    names = min(max(len(row["name"]) for row in rows), max(20, width // 3))
+    room = width - names
+    chosen = [column for column in _columns(rows) if (room := room - len(column[0]) - 2) >= 0]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
-    table.add_column("", overflow="fold")
-    heads = ["step ms", "samples/s", "speed-up", "sent", "busiest link", "exposed ms", "bound ms", "of bound", "loss"]
-    for head in [*heads, *(["to target s"] if timed else [])]:
+    table.add_column("", overflow="fold", min_width=names)
+    for head, _ in chosen:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        if row["step_s"] is None:
-            table.add_row(escape(row["name"]), escape(row["error"] or ""))
-            continue
-        cells = [
-            f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}",
-            f"{row['samples_per_s']:.1f}",
-            f"{row['speedup']:.2f}" if row["speedup"] else "",
-            bytes_text(row["wire_bytes_worker"]),
-            bytes_text(row["wire_bytes_link"]) if row["wire_bytes_link"] is not None else "",
-            f"{row['exposed_s'] * 1e3:.0f}",
-            f"{row['bound_s'] * 1e3:.0f}",
-            f"{row['bound_share']:.0%}",
-            f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "",
-        ]
-        if timed:
-            cells.append(f"{row['time_to_target_s']:.1f}" if row["time_to_target_s"] is not None else "not reached")
+        cells = [text(row) for _, text in chosen] if row["step_s"] is not None else ["–"]
         table.add_row(escape(row["name"]), *cells)
     return table
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
+    """Heading and cell of each column, the most telling first."""
+
+    def milliseconds(key: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[key] * 1e3:.0f}"
+
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("    step ms", lambda row: f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"),
+        ("samples/s", lambda row: f"{row['samples_per_s']:.1f}"),
+        ("of bound", lambda row: f"{row['bound_share']:.0%}"),
+        ("    sent", lambda row: bytes_text(row["wire_bytes_worker"])),
+        (" loss", lambda row: f"{row['final_loss']:.3f}" if row["final_loss"] is not None else ""),
+        ("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] else ""),
+        ("bound ms", milliseconds("bound_s")),
+        ("exposed ms", milliseconds("exposed_s")),
+    ]
+    if any(row["wire_bytes_link"] is not None for row in rows):
+        columns.append(("busiest link", lambda row: bytes_text(row["wire_bytes_link"] or 0)))
+    if any(row["time_to_target_s"] is not None for row in rows):
+        reached = lambda row: f"{row['time_to_target_s']:.1f}" if row["time_to_target_s"] else "not reached"  # noqa: E731
+        columns.insert(1, ("to target s", reached))
+    return columns
 
 
 def _duration(seconds: float) -> str:
