@@ -30,7 +30,6 @@ _TOLERANCE = 0.03
 _TRIES = 6
 _PROBE_S = 0.4
 _RENDEZVOUS_PORT = 29500
-_MEASURED = ("up_bit_s", "down_bit_s", "payload_bytes_s")
 
 
 class NoLabError(JobError):
@@ -250,8 +249,12 @@ class Loopback:
 
 def _better(one: Link, other: Link) -> Link:
     """Each way's higher rate: a shaper lets nothing through beyond its own, but TCP and a busy machine fall short."""
-    higher = {key: max(one.row()[key] or 0.0, other.row()[key] or 0.0) for key in _MEASURED}
-    return replace(one, **higher)
+    return replace(
+        one,
+        up_bit_s=max(one.up_bit_s or 0.0, other.up_bit_s or 0.0),
+        down_bit_s=max(one.down_bit_s or 0.0, other.down_bit_s or 0.0),
+        payload_bytes_s=max(one.payload_bytes_s or 0.0, other.payload_bytes_s or 0.0),
+    )
 
 
 def _error(link: Link) -> float:
