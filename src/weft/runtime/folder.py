@@ -70,7 +70,7 @@ def read_json(folder: Path, name: str) -> Any:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """One event per step, over all processes: times of the slowest, bytes per worker, values weighted by samples."""
+    """One event per step, over all processes: the mean step time, other times of the slowest, values by samples."""
     read_json(folder, "environment.json")
     by_step: dict[int, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("events-*.jsonl")):
@@ -90,6 +90,8 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         values = [part[key] for part in parts if part.get(key) is not None]
         if not values:
             joined[key] = None
+        elif key == "step_s":
+            joined[key] = statistics.mean(values)  # who waits in one step is early in the next: the mean keeps the pace
         elif key.endswith("_s"):
             joined[key] = max(values)
         elif key in ("wire_bytes", "samples"):
