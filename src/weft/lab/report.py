@@ -236,8 +236,8 @@ def _sentences(result: Result) -> str:
 
 
 MEANINGS = {
-    "step": "The median over steps of the hosts' mean time; ± is the interquartile range. Speed-up is samples/s over those "
-    "of one host alone.",
+    "step": "The median over steps of the hosts' mean time; ± is the interquartile range. Speed-up is samples/s over "
+    "those of one host alone.",
     "exposed": "Step minus computing alone: communication that no computing hides.",
     "bound": "The larger of computing alone and the bytes that the strategy must move over the measured payload rate. "
     "A step cannot be shorter, but for measuring error. The share of bound is bound over step: at 100 % "
