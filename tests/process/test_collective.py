@@ -16,7 +16,7 @@ from weft.axis import catalogue, make
 from weft.ops import All, Collective, Flow, Scatter, Sum, nbytes
 from weft.topology import Topology
 from weft.transport import loopback
-from weft.transport.collective import Processes, Wire, wait
+from weft.transport.collective import Processes, Wire
 
 TOPOLOGIES: dict[str, Any] = {
     name: make(kind, {}) for name, kind in catalogue("topology").items() if issubclass(kind, Topology) and kind.everyone
@@ -70,7 +70,7 @@ def finish(wire: Wire) -> list[Any]:
     """Drive a wire to its end, waiting for whatever it has issued."""
     while True:
         try:
-            wait(next(wire))
+            next(wire).wait()
         except StopIteration as stop:
             return list(stop.value)
 
@@ -81,7 +81,7 @@ def perform(topologies: list[str]) -> dict[str, Any]:
     layout = run.world.layout
     got: dict[str, Any] = {}
     for topology in topologies:
-        transport = Processes(TOPOLOGIES[topology], layout)
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
         mine = [intents(rank, layout.workers) for rank in layout.carried()]
         for tag, name in enumerate(mine[0]):
             got[f"{topology} {name}"] = finish(transport.perform([stated[name] for stated in mine], tag))
@@ -117,18 +117,19 @@ def same(got: Any, wanted: Any) -> bool:
 
 
 def interleave(topologies: list[str]) -> list[list[Tensor]]:
-    """Two wires at a time, resumed in turns, as the engine does with two buckets."""
+    """Several wires at a time, resumed in turns, as the engine does with buckets."""
     run = weft.init()
     layout = run.world.layout
     got = []
     for topology in topologies:
-        transport = Processes(TOPOLOGIES[topology], layout)
-        wires = {tag: transport.drive([two_sums(rank, tag) for rank in layout.carried()], tag) for tag in range(3)}
-        under_way: dict[int, Any] = {tag: [] for tag in wires}
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
+        wires = {tag: drive(transport, [two_sums(rank, tag) for rank in layout.carried()], tag) for tag in range(3)}
+        under_way: dict[int, Any] = dict.fromkeys(wires)
         ends: dict[int, list[Tensor]] = {}
         while under_way:
             for tag in list(under_way):
-                wait(under_way[tag])
+                if under_way[tag] is not None:
+                    under_way[tag].wait()
                 try:
                     under_way[tag] = next(wires[tag])
                 except StopIteration as stop:
@@ -136,6 +137,23 @@ def interleave(topologies: list[str]) -> list[list[Tensor]]:
                     del under_way[tag]
         got.append([torch.cat(parts) for parts in zip(*(ends[tag] for tag in sorted(ends)), strict=True)])
     return [list(parts) for parts in zip(*got, strict=True)]
+
+
+def drive(transport: Processes, flows: list[Flow[Any]], tag: int) -> Wire:
+    """Run one flow per carried worker to its end; returns what each returned."""
+    results: list[Any] = [None] * len(flows)
+    while True:
+        try:
+            ops = [flow.send(result) for flow, result in zip(flows, results, strict=True)]
+        except StopIteration as first:
+            ended = [first.value]
+            for flow, result in zip(flows[1:], results[1:], strict=True):
+                try:
+                    flow.send(result)
+                except StopIteration as stop:
+                    ended.append(stop.value)
+            return ended
+        results = yield from transport.perform(ops, tag)
 
 
 def two_sums(rank: int, tag: int) -> Flow[Tensor]:
@@ -165,7 +183,7 @@ def weigh(topologies: list[str]) -> dict[str, float]:
     layout = run.world.layout
     sent = {}
     for topology, op in itertools.product(topologies, (Sum, All, Scatter)):
-        transport = Processes(TOPOLOGIES[topology], layout)
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
         finish(transport.perform([sized(op, layout.workers)], 0))
         sent[f"{topology} {op.__name__}"] = transport.sent_bytes
     return sent

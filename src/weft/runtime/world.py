@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft.errors import JobError, UserError
 from weft.transport.collective import Layout
+from weft.transport.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +100,49 @@ class World:
             backend, init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
 
+    def mesh(self, timeout_s: float) -> Mesh | None:
+        """Connections of our own between processes whose tensors pass through CPU memory; None where there are none."""
+        if self.processes == 1 or dist.get_backend() == "nccl":
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        return Mesh(self.process, self.processes, self._address(), store, timeout_s)
+
+    def _address(self) -> str:
+        """Where others reach this process: the address of the interface that the collective library uses too."""
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        found = address_of(name) if name else None
+        if found is None and not self.store:
+            found = address_towards(os.environ["MASTER_ADDR"])
+        return found or "127.0.0.1"
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def address_towards(host: str) -> str | None:
+    """The address from which this machine reaches a host."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
 
 def interface_towards(host: str) -> str | None:
     """The network interface whose address this machine uses to reach a host; None where that cannot be told."""
+    mine = address_towards(host)
+    if mine is None:
+        return None
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            mine = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                except OSError:
-                    continue
-                if socket.inet_ntoa(reply[20:24]) == mine:
-                    return name
+        return next((name for _, name in socket.if_nameindex() if address_of(name) == mine), None)
     except OSError:
-        pass
-    return None
+        return None

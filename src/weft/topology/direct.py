@@ -94,6 +94,15 @@ def add_wide(nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> Tensor:
     return _add({key: node.to(wide(node.dtype)) for key, node in below.items()}, lo, hi)[0]
 
 
+def add_into(home: Tensor, nodes: dict[tuple[int, int], Tensor], lo: int, hi: int) -> None:
+    """The sum over [lo, hi), rounded, written where it belongs; it may stand where one of the nodes does."""
+    if (lo, hi) in nodes:
+        home.copy_(nodes[lo, hi])
+    else:
+        mid = split(lo, hi)
+        torch.add(add_wide(nodes, lo, mid), add_wide(nodes, mid, hi), out=home)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums of a dtype are kept in until they are complete."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

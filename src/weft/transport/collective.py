@@ -1,30 +1,63 @@
-"""The real interpreter for exchanges that take everyone: flows performed by c10d (Gloo on CPU, NCCL on CUDA).
+"""The real interpreter for exchanges that take everyone: collectives by c10d, messages by our own mesh on CPU.
 
 A process carries one or several logical workers. The flows of its workers go in lockstep: each states the same
 intent, the process performs it once. `direct` and `ring` have native forms here (a test holds them equal to their
-lowered flows); any other topology is lowered to messages and carried as it is.
+lowered flows); any other topology is lowered to messages and carried as it is. Between GPUs NCCL carries messages too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import PeerLost
-from weft.ops import All, Collective, Flow, Payload, Place, Recv, Round, Scatter, Send, Sum, nbytes
+from weft.ops import All, Collective, Payload, Place, Recv, Scatter, Send, Sum, nbytes
 from weft.topology import Topology
 from weft.topology._parts import bounds
-from weft.topology.direct import Direct, add_wide, forest, wide
+from weft.topology.direct import Direct, add_into, add_wide, forest, wide
 from weft.topology.ring import Ring
+from weft.transport.mesh import Mesh, raw
 
-Works = list[Any]
+
+class Works(Protocol):
+    """What was put on the wire together."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether waiting holds up no thread: what follows on the same stream waits by itself."""
+
+    def wait(self) -> None: ...
+    def then(self, act: Callable[[], None]) -> None: ...
+
+
+Message = Tensor | memoryview
 Wire = Generator[Works, None, Any]
-"""Yields the c10d works that it has issued; resumed when they are done; returns one result per carried worker."""
+"""Yields what it has put on the wire; resumed when that is done; returns one result per carried worker."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """Works of the collective library."""
+
+    works: Sequence[Any]
+    at_once: bool = False
+
+    def wait(self) -> None:
+        """Until all are done; a peer that went away is named as such."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` when the last is done: collectives of one group end in their order."""
+        self.works[-1].get_future().add_done_callback(lambda _: act())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,35 +76,15 @@ class Layout:
 class Processes:
     """This process among its peers: performs collectives, one small agreement at a time, and counts bytes."""
 
-    def __init__(self, topology: Topology, layout: Layout, *, staged: bool = False) -> None:
-        self.topology, self.layout = topology, layout
+    def __init__(self, topology: Topology, layout: Layout, *, staged: bool = False, mesh: Mesh | None = None) -> None:
+        self.topology, self.layout, self.mesh = topology, layout, mesh
         self.staged = staged  # Gloo carries CPU memory only; tensors elsewhere go through it
         self.connected = dist.is_initialized()
+        self.nccl = self.connected and dist.get_backend() == "nccl"
         self.sent_bytes = 0.0
-        self.scratch: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+        self.scratch: dict[Any, tuple[Tensor, Message]] = {}
 
-    # --- flows ------------------------------------------------------------------------------------------------------
-
-    def stages(self, rounds: Sequence[Round]) -> int:
-        """How many turns on the wire these rounds take."""
-        two = isinstance(self.topology, Direct)
-        return sum(2 if two and each.op is Sum else 1 for each in rounds)
-
-    def drive(self, flows: Sequence[Flow[Any]], tag: int) -> Wire:
-        """Run one flow per carried worker to its end; returns what each returned."""
-        results: list[Any] = [None] * len(flows)
-        while True:
-            ops = []
-            done = []
-            for flow, result in zip(flows, results, strict=True):
-                try:
-                    ops.append(flow.send(result))
-                except StopIteration as stop:
-                    done.append(stop.value)
-            if done:
-                assert not ops, "carried workers must go in lockstep"
-                return done
-            results = yield from self.perform(ops, tag)
+    # --- collectives ------------------------------------------------------------------------------------------------
 
     def perform(self, ops: Sequence[Any], tag: int) -> Wire:
         """One collective, stated by every carried worker; each result stands where its worker does."""
@@ -104,7 +117,7 @@ class Processes:
             return home
         if isinstance(self.topology, Ring):
             self.sent_bytes += self.topology.wire_bytes(Sum, nbytes((home,)), layout.processes)
-            yield [dist.all_reduce(home, async_op=True)]
+            yield Library([dist.all_reduce(home, async_op=True)], at_once=self.nccl)
             return home
         total = yield from self._lowered(Sum(home), tag)
         return home.copy_(total)
@@ -115,25 +128,21 @@ class Processes:
         flat = home.view(-1)
         cuts = bounds(flat.numel(), n)
         mine = slice(*cuts[me])
-        arrived = {key: node.view(-1)[mine] for key, node in nodes.items()}
-        sends: list[tuple[int, Tensor]] = []
-        recvs: list[tuple[int, Tensor]] = []
         size = cuts[me][1] - cuts[me][0]
-        for k in range(1, n):
-            to, source = (me + k) % n, (me - k) % n
-            sends += [(to, node.view(-1)[slice(*cuts[to])]) for node in nodes.values()]
+        others = [(me + k) % n for k in range(1, n)]
+        parts = [self._pieces(node.view(-1), cuts) for node in nodes.values()]
+        arrived = {key: node.view(-1)[mine] for key, node in nodes.items()}
+        recvs = []
+        for source in reversed(others):
             ranks = layout.carried(source)
             for key in forest(0, layout.workers, ranks.start, ranks.stop):
                 dtype = wide(home.dtype) if key[1] - key[0] > 1 else home.dtype  # a leaf is not a sum
-                room = self._room(tag, layout.workers * size, dtype, home.device)
-                arrived[key] = room[key[0] * size : (key[0] + 1) * size]
-                recvs.append((source, arrived[key]))
-        yield self._post(sends, recvs, tag)
-        flat[mine] = add_wide(arrived, 0, layout.workers)
-        others = [(me + k) % n for k in range(1, n)]
-        yield self._post(
-            [(to, flat[mine]) for to in others], [(to, flat[slice(*cuts[to])]) for to in reversed(others)], tag
-        )
+                arrived[key], room = self._room((tag, key[0], size, dtype, home.device))
+                recvs.append((source, room))
+        yield self._post([(to, part[to]) for to in others for part in parts], recvs, tag)
+        add_into(flat[mine], arrived, 0, layout.workers)
+        whole = self._pieces(flat, cuts)
+        yield self._post([(to, whole[me]) for to in others], [(to, whole[to]) for to in reversed(others)], tag)
         return home
 
     def _all(self, payloads: list[Payload], tag: int) -> Wire:
@@ -188,41 +197,48 @@ class Processes:
         place = Place(workers=self.layout.processes)
         flow = self.topology.lower(op, self.layout.process, place)
         result: Any = None
-        kept: Works = []
+        kept: list[Works] = []
         try:
             while True:
                 step = flow.send(result)
                 if isinstance(step, Send):
-                    kept += self._post([(step.to, part.contiguous()) for part in step.payload], [], tag)
+                    kept.append(self._post([(step.to, part.contiguous()) for part in step.payload], [], tag))
                     result = None
                 else:
                     assert isinstance(step, Recv)
                     result = tuple(torch.empty_like(part) for part in step.like)
-                    wait(self._post([], [(step.source, part) for part in result], tag))
+                    yield self._post([], [(step.source, part) for part in result], tag)
         except StopIteration as stop:
-            yield kept
+            yield from kept
             return stop.value
 
-    def _post(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], tag: int) -> Works:
-        """Issue messages, receives first: Gloo's links carry one way at a time where a send comes before its receive.
-
-        Empty messages are left out on both sides.
-        """
-        ops = [dist.P2POp(dist.irecv, part, source, tag=tag) for source, part in recvs if part.numel()]
-        ops += [dist.P2POp(dist.isend, part, to, tag=tag) for to, part in sends if part.numel()]
-        self.sent_bytes += sum(nbytes((part,)) for _, part in sends)
-        if not ops:
-            return []
+    def _post(self, sends: Sequence[tuple[int, Message]], recvs: Sequence[tuple[int, Message]], tag: int) -> Works:
+        """Issue messages; empty ones are left out on both sides."""
+        sends = [(to, part) for to, part in sends if _size(part)]
+        recvs = [(source, part) for source, part in recvs if _size(part)]
+        self.sent_bytes += sum(_size(part) for _, part in sends)
+        if self.mesh is not None:
+            return self.mesh.post([(to, raw(p)) for to, p in sends], [(source, raw(p)) for source, p in recvs], tag)
+        ops = [dist.P2POp(dist.irecv, part, source, tag=tag) for source, part in recvs]  # type: ignore[arg-type]
+        ops += [dist.P2POp(dist.isend, part, to, tag=tag) for to, part in sends]  # type: ignore[arg-type]
         try:
-            return list(dist.batch_isend_irecv(ops))
+            return Library(dist.batch_isend_irecv(ops) if ops else [], at_once=True)
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _room(self, tag: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _pieces(self, flat: Tensor, cuts: Sequence[tuple[int, int]]) -> list[Message]:
+        """Ranges of a tensor as messages; plain memory where that will do, since a tensor takes longer to make."""
+        if self.mesh is None:
+            return [flat[a:b] for a, b in cuts]
+        memory, width = raw(flat), flat.element_size()
+        return [memory[a * width : b * width] for a, b in cuts]
+
+    def _room(self, key: tuple[int, int, int, torch.dtype, torch.device]) -> tuple[Tensor, Message]:
         """Memory for what arrives, kept from step to step."""
-        key = (tag, numel, dtype, device)
         if key not in self.scratch:
-            self.scratch[key] = torch.empty(numel, dtype=dtype, device=device)
+            _, _, numel, dtype, device = key
+            room = torch.empty(numel, dtype=dtype, device=device)
+            self.scratch[key] = room, self._pieces(room, [(0, numel)])[0]
         return self.scratch[key]
 
     # --- agreements, outside of steps -------------------------------------------------------------------------------
@@ -234,29 +250,83 @@ class Processes:
         payload = tuple(tensor.detach() for tensor in tensors)
         packed = pack(payload)
         packed = packed.cpu() if self.staged else packed
-        wait([dist.broadcast(packed, 0, async_op=True)])
+        if self.mesh is None:
+            Library([dist.broadcast(packed, 0, async_op=True)]).wait()
+        else:
+            self._relay(packed)
         if self.layout.process != 0:
             for tensor, value in zip(payload, unpack(packed, payload), strict=True):
                 tensor.copy_(value)
 
+    def _relay(self, packed: Tensor) -> None:
+        """From process to process, in pieces, so that all links are busy at once."""
+        assert self.mesh is not None
+        me, last = self.layout.process, self.layout.processes - 1
+        sent = []
+        for piece in packed.split(_RELAYED):
+            if me > 0:
+                self.mesh.post([], [(me - 1, raw(piece))], _AGREEMENT).wait()
+            if me < last:
+                sent.append(self.mesh.post([(me + 1, raw(piece))], [], _AGREEMENT))
+        for parcel in sent:
+            parcel.wait()
+
     def tell(self, values: Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by process: the same count from each."""
-        if not self.connected:
-            return [list(values)]
-        on = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mine = torch.tensor(list(values), dtype=torch.int64, device=on)
+        if not self.connected or not values:
+            return [list(values) for _ in range(self.layout.processes)]
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cuda" if self.nccl else "cpu")
         rows = [torch.empty_like(mine) for _ in range(self.layout.processes)]
-        wait([dist.all_gather(rows, mine, async_op=True)])
+        if self.mesh is None:
+            Library([dist.all_gather(rows, mine, async_op=True)]).wait()
+        else:
+            me = self.layout.process
+            rows[me] = mine
+            others = [p for p in range(self.layout.processes) if p != me]
+            given, got = [(p, raw(mine)) for p in others], [(p, raw(rows[p])) for p in others]
+            self.mesh.post(given, got, _AGREEMENT).wait()
         return [row.tolist() for row in rows]
 
 
-def wait(works: Works) -> None:
-    """Until all are done; a peer that went away is named as such."""
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise _lost(error) from error
+_AGREEMENT = 2**63
+"""The tag of what is not a bucket's."""
+_RELAYED = 2**20
+
+
+# --- parts of a collective ------------------------------------------------------------------------------------------
+
+
+def cut(ops: Sequence[Collective], part: int, parts: int) -> list[Collective]:
+    """One of several parts of a collective, as each carried worker states it. Payloads are cut, not what they mean."""
+    if parts == 1:
+        return list(ops)
+    pieces: list[Collective] = []
+    for op in ops:
+        if isinstance(op, Sum):
+            pieces.append(Sum(op.payload.view(-1).tensor_split(parts)[part]))
+        else:
+            assert isinstance(op, All), "what goes to each worker is not cut"
+            pieces.append(All((pack(op.payload).tensor_split(parts)[part],)))
+    return pieces
+
+
+def joined(ops: Sequence[Collective], results: Sequence[list[Any]]) -> list[Any]:
+    """The parts' results, as if the collective had been performed at once; one for each carried worker."""
+    if len(results) == 1:
+        return results[0]
+    whole: list[Any] = []
+    for worker, op in enumerate(ops):
+        if isinstance(op, Sum):
+            whole.append(op.payload)  # each part was added up in its place
+            continue
+        assert isinstance(op, All)
+        rows = zip(*(part[worker] for part in results), strict=True)
+        whole.append([unpack(torch.cat([piece for (piece,) in row]), op.payload) for row in rows])
+    return whole
+
+
+def _size(part: Message) -> int:
+    return len(part) if isinstance(part, memoryview) else nbytes((part,))
 
 
 def _lost(error: RuntimeError) -> PeerLost:

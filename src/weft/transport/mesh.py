@@ -1,0 +1,404 @@
+"""Messages between processes over plain TCP: one connection for each pair, one thread for all of them.
+
+A message is its tag, its length and its bytes; those of one pair and tag arrive in the order in which they were sent. A
+parcel is what one call posts, and done when all of it has left and arrived. What arrives before anybody asked for it is
+kept. Links carry both ways at once, and little waits in the kernel, so that what is posted later but sent first is not
+held up behind megabytes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.errors import JobError, PeerLost
+
+_HEADER = struct.Struct("!QQ")
+_HELLO = struct.Struct("!16sI")
+_UNSENT = 1024 * 1024
+"""Bytes that may wait in a connection's kernel buffer: eight milliseconds at 1 Gbit/s."""
+_AT_ONCE = 512 * 1024
+"""Of a large message, so much is read at once: fewer wake-ups, which cost more than the bytes."""
+_PATIENCE_S = 1.0
+_MEETING_S = 120.0
+
+
+class Store(Protocol):
+    """Where processes leave notes for each other, as c10d's stores do."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+
+
+class Parcel:
+    """Messages that were posted together."""
+
+    at_once = False
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._then: Callable[[], None] | None = None
+        self._error: str | None = None
+        if count == 0:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Until all is done; raises PeerLost where somebody went away."""
+        self._done.wait()
+        if self._error is not None:
+            raise PeerLost(self._error)
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` when it is done, or has failed: at once where it already is."""
+        with self._lock:
+            if not self._done.is_set():
+                self._then = act
+                return
+        act()
+
+    def _one_done(self, error: str | None = None) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._left -= 1
+            self._error = error
+            if self._left and error is None:
+                return
+            self._done.set()
+            act = self._then
+        if act is not None:
+            act()
+
+
+@dataclass
+class _Inbound:
+    """A message that somebody waits for, or that came before anybody did."""
+
+    into: memoryview
+    parcel: Parcel | None
+    since: float = 0.0
+    got: int = 0
+
+
+@dataclass
+class _Peer:
+    """One connection, and what is on its way over it."""
+
+    rank: int
+    sock: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outgoing: deque[tuple[list[memoryview], Parcel]] = field(default_factory=deque)
+    header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
+    header_got: int = 0
+    reading: _Inbound | None = None
+    tag: int = 0
+    events: int = selectors.EVENT_READ
+    enough: int = 1
+    """How much must have arrived before the thread is woken."""
+
+
+class Mesh:
+    """This process's connections to all others."""
+
+    def __init__(self, process: int, processes: int, address: str, store: Store, timeout_s: float) -> None:
+        self.process, self.timeout_s = process, timeout_s
+        self._lock = threading.Lock()
+        self._expected: dict[tuple[int, int], deque[_Inbound]] = defaultdict(deque)
+        self._early: dict[tuple[int, int], deque[memoryview]] = defaultdict(deque)
+        self._gone: dict[int, str] = {}
+        self._closed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._peers = {rank: _Peer(rank, sock) for rank, sock in _meet(process, processes, address, store).items()}
+        for peer in self._peers.values():
+            _tune(peer.sock)
+            self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+        self._checked = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="weft-mesh", daemon=True)
+        self._thread.start()
+
+    def post(
+        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
+    ) -> Parcel:
+        """Send to and receive from processes; memory is left alone until it is done."""
+        parcel = Parcel(len(sends) + len(recvs))
+        for source, into in recvs:
+            self._expect(source, tag, into, parcel)
+        wake = False
+        for to, view in sends:
+            peer = self._peers[to]
+            if to in self._gone:
+                parcel._one_done(self._gone[to])
+                continue
+            with peer.lock:
+                peer.outgoing.append(([memoryview(_HEADER.pack(tag, len(view))), view], parcel))
+                finished = self._write(peer) if len(peer.outgoing) == 1 else []
+                wake = wake or (bool(peer.outgoing) and peer.events == selectors.EVENT_READ)
+            for each in finished:
+                each._one_done()
+        if wake:
+            self._nudge()
+        return parcel
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        if self._closed:
+            return
+        self._closed = True
+        self._nudge()
+        self._thread.join(timeout=5)
+        for peer in self._peers.values():
+            peer.sock.close()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _nudge(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            self._wake.send(b"\0")
+
+    def _expect(self, source: int, tag: int, into: memoryview, parcel: Parcel) -> None:
+        with self._lock:
+            early = self._early.get((source, tag))
+            kept = early.popleft() if early else None
+            gone = self._gone.get(source) if kept is None else None
+            if kept is None and gone is None:
+                self._expected[source, tag].append(_Inbound(into, parcel, time.monotonic()))
+                return
+        if kept is not None:
+            into[:] = kept
+        parcel._one_done(gone)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            for key, events in self._selector.select(_PATIENCE_S):
+                peer = key.data
+                if peer is None:
+                    with suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    self._arm()
+                    continue
+                try:
+                    if events & selectors.EVENT_READ:
+                        self._read(peer)
+                    if events & selectors.EVENT_WRITE:
+                        with peer.lock:
+                            finished = self._write(peer)
+                        for parcel in finished:
+                            parcel._one_done()
+                        if not peer.outgoing:
+                            self._arm()
+                except OSError as error:
+                    self._lose(peer, error.strerror or type(error).__name__)
+            self._look_at_the_clock()
+
+    def _arm(self) -> None:
+        """Ask to be told when a connection that has something to send can take more."""
+        for peer in self._peers.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
+            if events != peer.events and peer.sock.fileno() >= 0:
+                peer.events = events
+                with suppress(KeyError):
+                    self._selector.modify(peer.sock, events, peer)
+
+    def _write(self, peer: _Peer) -> list[Parcel]:
+        """As much as the connection takes now; returns whose messages have left."""
+        finished = []
+        while peer.outgoing:
+            parts, parcel = peer.outgoing[0]
+            try:
+                sent = peer.sock.sendmsg(parts)
+            except BlockingIOError:
+                break
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+            else:
+                peer.outgoing.popleft()
+                finished.append(parcel)
+        return finished
+
+    def _read(self, peer: _Peer) -> None:
+        while True:
+            if peer.reading is None:
+                left = _HEADER.size - peer.header_got
+                got = self._receive(peer, memoryview(peer.header)[peer.header_got :])
+                peer.header_got += got
+                if got < left:
+                    return
+                peer.header_got = 0
+                peer.tag, size = _HEADER.unpack(peer.header)
+                peer.reading = self._addressee(peer, size)
+            message = peer.reading
+            left = len(message.into) - message.got
+            if left:
+                got = self._receive(peer, message.into[message.got :])
+                message.got += got
+                if got < left:
+                    self._wake_at(peer, min(left - got, _AT_ONCE))
+                    return
+            peer.reading = None
+            self._wake_at(peer, 1)
+            self._arrived(peer, message)
+
+    def _wake_at(self, peer: _Peer, enough: int) -> None:
+        if enough != peer.enough and (enough == 1 or enough > _HEADER.size):
+            peer.enough = enough
+            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+
+    def _receive(self, peer: _Peer, into: memoryview) -> int:
+        try:
+            got = peer.sock.recv_into(into)
+        except BlockingIOError:
+            return 0
+        if got == 0:
+            raise ConnectionResetError(0, "the connection was closed")
+        return got
+
+    def _addressee(self, peer: _Peer, size: int) -> _Inbound:
+        """Where the message that begins now goes: straight to whoever waits for it, or into memory of its own."""
+        with self._lock:
+            waiting = self._expected.get((peer.rank, peer.tag))
+            message = waiting.popleft() if waiting else None
+        if message is None:
+            return _Inbound(memoryview(bytearray(size)), None)
+        if len(message.into) != size:
+            raise OSError(0, f"worker process {peer.rank} sent {size} bytes where {len(message.into)} were expected")
+        return message
+
+    def _arrived(self, peer: _Peer, message: _Inbound) -> None:
+        if message.parcel is None:
+            with self._lock:
+                waiting = self._expected.get((peer.rank, peer.tag))
+                if not waiting:
+                    self._early[peer.rank, peer.tag].append(message.into)
+                    return
+                asked = waiting.popleft()
+            asked.into[:] = message.into
+            message = asked
+        assert message.parcel is not None
+        message.parcel._one_done()
+
+    def _look_at_the_clock(self) -> None:
+        """Every wait is bounded, and says who is missing."""
+        now = time.monotonic()
+        if now - self._checked < _PATIENCE_S:
+            return
+        self._checked = now
+        with self._lock:
+            late = [
+                rank for (rank, _), queue in self._expected.items() if queue and now - queue[0].since > self.timeout_s
+            ]
+        for rank in late[:1]:
+            self._lose(self._peers[rank], f"nothing came for {self.timeout_s:g} s")
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """A peer is gone: whoever waits for it learns so; whoever waits for others goes on as far as they come."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.sock)
+        if self._closed:
+            return
+        lost = f"worker process {peer.rank} went away in the middle of an exchange ({reason})"
+        with self._lock:
+            self._gone[peer.rank] = lost
+            queues = [queue for (rank, _), queue in self._expected.items() if rank == peer.rank]
+            waiting = [message for queue in queues for message in queue]
+            for queue in queues:
+                queue.clear()
+        if peer.reading is not None:
+            waiting.append(peer.reading)
+        with peer.lock:
+            parcels = [parcel for _, parcel in peer.outgoing] + [each.parcel for each in waiting if each.parcel]
+            peer.outgoing.clear()
+        for parcel in parcels:
+            parcel._one_done(lost)
+
+
+def raw(part: Tensor | memoryview) -> memoryview:
+    """A contiguous CPU tensor's own bytes."""
+    if isinstance(part, memoryview):
+        return part
+    return memoryview(part.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with suppress(OSError, AttributeError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+
+
+def _meet(process: int, processes: int, address: str, store: Store) -> dict[int, socket.socket]:
+    """A connection to every other process: each calls those before it, and both show that they know the run's word."""
+    if process == 0:
+        store.set("weft/mesh/word", secrets.token_hex(8))
+    word = store.get("weft/mesh/word")
+    socks: dict[int, socket.socket] = {}
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=processes) as listener:
+        listener.settimeout(_MEETING_S)
+        store.set(f"weft/mesh/{process}", "{}:{}".format(*listener.getsockname()[:2]))
+        try:
+            for other in range(process):
+                host, port = store.get(f"weft/mesh/{other}").decode().rsplit(":", 1)
+                sock = socket.create_connection((host, int(port)), timeout=_MEETING_S)
+                sock.sendall(_HELLO.pack(word, process))
+                _known(sock, word)
+                socks[other] = sock
+            while len(socks) < processes - 1:
+                sock, _ = listener.accept()
+                sock.settimeout(_MEETING_S)
+                with suppress(_Stranger):
+                    caller = _known(sock, word)
+                    sock.sendall(_HELLO.pack(word, process))
+                    socks[caller] = sock
+        except (OSError, _Stranger) as error:
+            missing = sorted(set(range(processes)) - set(socks) - {process})
+            raise JobError(
+                f"worker process {process} at {address} cannot be reached by, or cannot reach, {missing}: {error}; "
+                "open the ports between the machines, or name the right interface in GLOO_SOCKET_IFNAME"
+            ) from None
+    return socks
+
+
+class _Stranger(Exception):
+    """Somebody called who is not of this run."""
+
+
+def _known(sock: socket.socket, word: bytes) -> int:
+    """The number of the process at the other end, once it has said the word."""
+    said = b""
+    while len(said) < _HELLO.size:
+        more = sock.recv(_HELLO.size - len(said))
+        if not more:
+            sock.close()
+            raise _Stranger("the other end hung up")
+        said += more
+    theirs, rank = _HELLO.unpack(said)
+    if not hmac.compare_digest(theirs, word):
+        sock.close()
+        raise _Stranger("somebody called who is not of this run")
+    return int(rank)
