@@ -1,6 +1,6 @@
-"""What a step's computing costs, layer by layer: measured on a real model, or worked out from its layers.
+"""What a step costs: its computing, layer by layer, and an exchange by its size; measured, or worked out from layers.
 
-Schedules group by it, sleeping compute stands in for it, the planner predicts from it.
+Schedules group by them, sleeping compute stands in for them, the planner predicts from them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from weft.errors import UserError
 
 
@@ -18,6 +20,7 @@ class Profile:
     """Seconds of one step on one worker."""
 
     forward_s: float
+    """Divided among the layers as backward is."""
     backward: tuple[tuple[str, float], ...]
     """Parameters in the order in which backward finishes them, with the time since the one before (the first one's:
     since forward ended, with the loss)."""
@@ -57,3 +60,46 @@ class Profile:
         return cls(
             forward_s=float(table["forward_s"]), backward=backward, optimizer_s=float(table.get("optimizer_s", 0.0))
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds that a sum of so many bytes takes, all workers together: measured points and straight lines through them.
+
+    Never falling, whatever was measured; beyond the largest size it goes on as between the last two.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    """Sizes in bytes, ascending, with their seconds."""
+
+    def seconds(self, nbytes: Any) -> Any:
+        """For one size, or an array of them."""
+        sizes = numpy.array([size for size, _ in self.points], dtype=float)
+        times = numpy.maximum.accumulate([seconds for _, seconds in self.points])
+        inside = numpy.interp(nbytes, sizes, times)
+        if len(sizes) == 1:
+            return inside
+        slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+        return inside + slope * numpy.maximum(0.0, numpy.asarray(nbytes, dtype=float) - sizes[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the first steps have shown about a model and its links, the same on every worker."""
+
+    ready_s: dict[str, float]
+    """When backward has finished each parameter, since its own beginning; in the order of finishing."""
+    cost: Cost
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Seen:
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
+            ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
+            return cls(ready_s=ready_s, cost=Cost(points=points))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read: {error}; remove it, and it will be measured again") from None

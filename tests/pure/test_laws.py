@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import random
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,10 @@ from weft.axis import AXES, Answer, catalogue, make
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import UserError
 from weft.ops import All, Collective, Flow, Op, Place, Round, Scatter, Spec, Sum, nbytes
-from weft.schedule import Schedule
+from weft.profile import Cost, Seen
+from weft.schedule import Schedule, Slot
+from weft.schedule.mg_wfbp import merged
+from weft.schedule.priority import Priority, front_first
 from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.topology._parts import fold_groups
@@ -424,20 +428,101 @@ any_specs = st.lists(
 ).map(lambda rows: [Spec(f"p{at}", tuple(shape), dtype) for at, (shape, dtype) in enumerate(rows)])
 
 
-@all_of("schedule", "fused(bucket=100B, first=7B)", "fused(bucket=1B)", "fused(bucket=1KiB, first=1MiB)")
-@hypothesis.given(specs=any_specs, rounds=st.integers(1, 4))
+def looked(specs: list[Spec], seed: int) -> Seen:
+    """Some times and costs, as the first steps might have shown them."""
+    draw = random.Random(seed)
+    ready = itertools.accumulate(draw.random() for _ in specs)
+    points = tuple((4**k, draw.random()) for k in range(1, 8))
+    return Seen(ready_s=dict(zip([spec.name for spec in specs], ready, strict=True)), cost=Cost(points=points))
+
+
+@all_of(
+    *("schedule", "fused(bucket=100B, first=7B)", "fused(bucket=1B)", "fused(bucket=1KiB, first=1MiB)"),
+    *(
+        "priority(partition=64B, credit=100B, least=40B)",
+        "priority(partition=1MiB)",
+        "priority(partition=1B, least=1B)",
+    ),
+)
+@hypothesis.given(specs=any_specs, rounds=st.integers(1, 4), seed=st.none() | st.integers(0, 9))
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_timetable_holds_everything_once(schedule: Schedule, specs: list[Spec], rounds: int) -> None:
-    timetable = schedule.timetable(specs, rounds)
+def test_a_timetable_holds_everything_once(
+    schedule: Schedule, specs: list[Spec], rounds: int, seed: int | None
+) -> None:
+    def sizes(bucket: Sequence[Spec]) -> tuple[Round, ...]:
+        return tuple(Round(Sum, max(1, sum(spec.nbytes for spec in bucket) >> turn)) for turn in range(rounds))
+
+    seen = None if seed is None else looked(specs, seed)
+    timetable = schedule.timetable(specs, sizes, seen)
     names = [spec.name for bucket in timetable.buckets for spec in bucket]
     assert sorted(names) == sorted(spec.name for spec in specs)
     assert {spec for bucket in timetable.buckets for spec in bucket} == set(specs)
     assert all(len({spec.dtype for spec in bucket}) == 1 for bucket in timetable.buckets)
-    slots = [(slot.bucket, slot.round) for slot in timetable.slots]
-    assert sorted(slots) == sorted(itertools.product(range(len(timetable.buckets)), range(rounds)))
-    for bucket in range(len(timetable.buckets)):
-        assert [turn for at, turn in slots if at == bucket] == list(range(rounds))
-    assert timetable == schedule.timetable(specs, rounds)
+    for bucket, group in enumerate(timetable.buckets):
+        slots = [slot for slot in timetable.slots if slot.bucket == bucket]
+        assert [slot.round for slot in slots] == sorted(slot.round for slot in slots)
+        for turn, whole in enumerate(sizes(group)):
+            parts = [slot for slot in slots if slot.round == turn]
+            assert sorted(slot.part for slot in parts) == list(range(parts[0].parts))
+            assert {slot.parts for slot in parts} == {len(parts)}
+            assert sum(slot.nbytes for slot in parts) >= whole.nbytes
+            if isinstance(schedule, Priority):
+                assert max(slot.nbytes for slot in parts) <= schedule.partition
+    assert timetable == schedule.timetable(specs, sizes, seen)
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+def through(ends: Sequence[int], ready: Sequence[float], sizes: Sequence[int], cost: Cost) -> float:
+    """When the last group is through, by the recurrence of wait-free backpropagation."""
+    now = 0.0
+    for start, end in itertools.pairwise([0, *ends]):
+        now = max(now, ready[end - 1]) + float(cost.seconds(sum(sizes[start:end])))
+    return now
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 5000)), min_size=1, max_size=8),
+    st.lists(st.floats(0, 1), min_size=1, max_size=6),
+)
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+def test_merging_is_the_best_of_all_groupings(rows: list[tuple[float, int]], times: list[float]) -> None:
+    ready = list(itertools.accumulate(gap for gap, _ in rows))
+    sizes = [size for _, size in rows]
+    cost = Cost(points=tuple((10**at, seconds) for at, seconds in enumerate(times)))
+    best = merged(ready, sizes, cost)
+    assert best[-1] == len(rows) and best == sorted(set(best))
+    inner = range(1, len(rows))
+    every = [[*cuts, len(rows)] for k in range(len(rows)) for cuts in itertools.combinations(inner, k)]
+    assert through(best, ready, sizes, cost) <= min(through(ends, ready, sizes, cost) for ends in every) + 1e-9
+
+
+def test_merging_does_what_the_paper_says_at_both_ends() -> None:
+    """Next to no latency: every parameter for itself. Latency above all: everything at once."""
+    ready, sizes = [1.0, 2.0, 3.0, 4.0], [100, 100, 100, 100]
+    assert merged(ready, sizes, Cost(points=((0, 0.0), (1000, 0.1)))) == [1, 2, 3, 4]
+    assert merged(ready, sizes, Cost(points=((0, 10.0), (1000, 10.1)))) == [4]
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=8))
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_cost_never_falls(rows: list[tuple[int, float]]) -> None:
+    cost = Cost(points=tuple(sorted(dict(rows).items())))
+    times = [float(cost.seconds(size)) for size in (0, 1, 10, 10**3, 10**5, 10**6, 10**7, 10**8)]
+    assert times == sorted(times)
+
+
+# --- the front layers first -----------------------------------------------------------------------------------------
+
+
+def test_a_part_that_forward_needs_first_overtakes() -> None:
+    """Three layers of three parts; the wire takes as long for a part as backward for a layer."""
+    turns = [[[Slot(bucket, 0, part, 3, 1) for part in range(3)]] for bucket in range(3)]
+    order = front_first(turns, [0.0, 1.0, 2.0], 1.0)
+    assert [(slot.bucket, slot.part) for slot in order] == [
+        *((0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (1, 1), (1, 2), (0, 1), (0, 2))
+    ]
 
 
 # --- spelling -------------------------------------------------------------------------------------------------------

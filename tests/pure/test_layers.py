@@ -20,10 +20,10 @@ HOME = Path(weft.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "ops", "jobs"),
+    ("errors", "units", "ops", "profile", "jobs"),
     ("axis",),
     AXES,
-    ("strategy", "profile"),
+    ("strategy",),
     ("transport",),
     ("store",),
     ("runtime", "plan", "__init__"),

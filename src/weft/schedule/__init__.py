@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.axis import Answer
-from weft.ops import Spec
+from weft.ops import Round, Spec
+from weft.profile import Seen
+
+Rounds = Callable[[Sequence[Spec]], tuple[Round, ...]]
+"""What exchanging a bucket of these parameters takes, as sizes."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A turn on the wire: this bucket's next round."""
+    """A turn on the wire: of this bucket's round, one of so many parts."""
 
     bucket: int
     round: int
+    part: int = 0
+    parts: int = 1
+    nbytes: int = 0
+    """The part's share of one worker's payload; counts against the timetable's credit."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Which parameters leave together, and one order of rounds: the same on every rank, fixed ahead."""
+    """Which parameters leave together, and one order of turns: the same on every rank, fixed ahead."""
 
     buckets: tuple[tuple[Spec, ...], ...]
     slots: tuple[Slot, ...]
+    credit: float = float("inf")
+    """Bytes that may be on the wire at once; a single part always may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +42,11 @@ class Schedule(Answer, ABC):
     """Makes a timetable of the parameters, given in the order in which backward finishes them."""
 
     axis: ClassVar[str] = "schedule"
+    learns: ClassVar[bool] = False
+    """Whether its timetable follows from what the first steps show."""
+    defers: ClassVar[bool] = False
+    """Whether each parameter is updated when its gradient arrives, while the next forward already runs."""
 
     @abstractmethod
-    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
-        """A bucket's exchange takes `rounds` turns; a round waits for the one before it."""
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+        """A round waits for the one before it in its bucket. `seen` is None until the first steps are over."""

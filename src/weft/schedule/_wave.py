@@ -1,26 +1,27 @@
-"""The order of rounds that all present schedules share."""
+"""The order of rounds that schedules without priorities share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from weft.ops import Spec
-from weft.schedule import Slot, Timetable
+from weft.schedule import Rounds, Slot, Timetable
 
 
-def wave(groups: Iterable[Sequence[Spec]], rounds: int) -> Timetable:
-    """Buckets start one after another; before each start, those under way take their next round.
-
-    A bucket has one dtype, so mixed groups are divided.
-    """
-    buckets: list[tuple[Spec, ...]] = []
-    for group in groups:
-        for dtype in dict.fromkeys(spec.dtype for spec in group):
-            buckets.append(tuple(spec for spec in group if spec.dtype == dtype))
+def wave(groups: Iterable[Sequence[Spec]], rounds: Rounds) -> Timetable:
+    """Buckets start one after another; before each start, those under way take their next round."""
+    buckets = [bucket for group in groups for bucket in of_one_dtype(group)]
+    sizes = [rounds(bucket) for bucket in buckets]
+    longest = max((len(each) for each in sizes), default=0)
     slots = [
-        Slot(bucket, turn - bucket)
-        for turn in range(len(buckets) + rounds - 1)
+        Slot(bucket, turn - bucket, nbytes=sizes[bucket][turn - bucket].nbytes)
+        for turn in range(len(buckets) + longest - 1)
         for bucket in range(len(buckets))
-        if 0 <= turn - bucket < rounds
+        if 0 <= turn - bucket < len(sizes[bucket])
     ]
     return Timetable(tuple(buckets), tuple(slots))
+
+
+def of_one_dtype(group: Sequence[Spec]) -> list[tuple[Spec, ...]]:
+    """A bucket has one dtype, so mixed groups are divided."""
+    return [tuple(spec for spec in group if spec.dtype == dtype) for dtype in dict.fromkeys(s.dtype for s in group)]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 from weft.ops import Spec
-from weft.schedule import Schedule, Timetable
+from weft.profile import Seen
+from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 from weft.units import Size
 
@@ -27,7 +28,7 @@ class Fused(Schedule):
         if self.bucket < 1 or self.first < 1 or self.alone < 1:
             raise ValueError("a bucket holds at least 1B")
 
-    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         closed: list[list[Spec]] = []
         filling: list[Spec] = []
         limit = min(self.first, self.bucket)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 from weft.ops import Spec
-from weft.schedule import Schedule, Timetable
+from weft.profile import Seen
+from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 
 
@@ -14,5 +15,5 @@ from weft.schedule._wave import wave
 class Sequential(Schedule):
     """Everything in one message after backward; nothing overlaps."""
 
-    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         return wave([specs], rounds)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy
+
+from weft.ops import Spec
+from weft.profile import Cost, Seen
+from weft.schedule import Rounds, Schedule, Timetable
+from weft.schedule._wave import wave
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MgWfbp(Schedule):
+    """Wait-free backpropagation with neighbours merged where that ends the exchange soonest [Shi et al. 2019].
+
+    From measured times: C(0) = 0, C(i) = min over j < i of max(C(j), ready(i)) + T(bytes of j+1..i). Exact for any
+    cost T that never falls, where the paper's greedy rule needs a straight line. Until the first steps have shown the
+    times, each parameter goes alone.
+    """
+
+    learns: ClassVar[bool] = True
+
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+        if seen is None:
+            return wave([[spec] for spec in specs], rounds)
+        sizes = [sum(each.nbytes for each in rounds([spec])) for spec in specs]
+        ends = merged([seen.ready_s[spec.name] for spec in specs], sizes, seen.cost)
+        return wave([specs[start:end] for start, end in zip([0, *ends], ends, strict=False)], rounds)
+
+
+def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost) -> list[int]:
+    """Where each group ends, such that the last is through as early as can be; of equal choices the fewest groups."""
+    count = len(sizes)
+    before = numpy.concatenate([[0.0], numpy.cumsum(sizes, dtype=float)])
+    through = numpy.zeros(count + 1)
+    groups = numpy.zeros(count + 1, dtype=int)
+    last = numpy.zeros(count + 1, dtype=int)
+    for i in range(1, count + 1):
+        ends = numpy.maximum(through[:i], ready_s[i - 1]) + cost.seconds(before[i] - before[:i])
+        best = min(numpy.flatnonzero(ends <= ends.min() * (1 + 1e-12)), key=lambda j: (groups[j], j))
+        through[i], groups[i], last[i] = ends[best], groups[best] + 1, best
+    found: list[int] = []
+    while count:
+        found.insert(0, count)
+        count = int(last[count])
+    return found
