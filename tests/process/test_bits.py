@@ -20,13 +20,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.process.harness import spawn
 from weft.ops import Spec
-from weft.schedule import Schedule, Timetable
+from weft.profile import Seen
+from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 from weft.strategy import Strategy
 
 WORKERS = 4
 STEPS = 4
-SCHEDULES = ("sequential", "wfbp", "fused(bucket=16KiB)")
+SCHEDULES = (
+    *("sequential", "wfbp", "fused(bucket=16KiB)", "mg_wfbp"),
+    "priority(partition=4KiB, credit=16KiB, least=256B)",
+)
 COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))")
 TOPOLOGIES = ("direct", "ring", "halving_doubling", "recursive_doubling")
 OTHER_BUCKETS = ("fused(bucket=1KiB, first=100B)", "fused(bucket=64KiB, first=64KiB, alone=2KiB)")
@@ -191,7 +195,7 @@ class DdpLayout(Schedule):
 
     groups: tuple[tuple[str, ...], ...]
 
-    def timetable(self, specs: Sequence[Spec], rounds: int) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         by_name = {spec.name: spec for spec in specs}
         return wave([[by_name[name] for name in group] for group in self.groups], rounds)
 

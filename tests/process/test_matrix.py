@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import weft
 from tests.process.harness import ChildError, spawn
+from weft.runtime import lessons
 
 WORKERS = 4
 STEPS = 6
@@ -31,6 +32,9 @@ SCHEDULES = {
     "wfbp": "bsp / direct / wfbp",
     "fused": "bsp / direct / fused(bucket=256B, first=128B, alone=400B)",
     "ring": "bsp / ring / fused(bucket=256B, first=128B, alone=400B)",
+    "mg_wfbp": "bsp / direct / mg_wfbp",
+    "priority": "bsp / direct / priority(partition=128B, credit=300B, least=64B)",
+    "ring, priority": "bsp / ring / priority(partition=1KiB)",
 }
 """Small enough for several buckets, some of one parameter and some of several."""
 
@@ -102,6 +106,7 @@ def child(loop: Callable[[Any], dict[str, Any]], strategies: Sequence[str]) -> l
     store, outcomes = os.environ["WEFT_STORE"], []
     for strategy in strategies:
         os.environ["WEFT_STORE"] = f"{store}-{len(outcomes)}"
+        lessons.STEPS = 0  # schedules that learn from the first steps go by what the very first one shows
         run = Told(weft.init(strategy))
         outcomes.append((loop(run), run.losses))
         run.run.close()

@@ -1,14 +1,15 @@
-"""The engine drives exchanges beside backward: one thread, one timetable, one order of operations on every rank.
+"""The engine drives exchanges beside backward, and beside the next forward: one thread, one order on every rank.
 
-Hooks say when a bucket's gradients are complete. The thread goes through the timetable's slots: it waits until the
-slot's bucket is ready and its last operation done, and lets the bucket's flows run up to their next operation.
+Hooks say when a bucket's gradients are complete. The thread lets each bucket's exchange run up to its next collective,
+cuts that into the parts that the timetable says, and issues them in the timetable's order. What comes back is put
+together, the exchange goes on, and when it is over the mean is in place.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,14 @@ import torch
 
 from weft.compression import Context, State
 from weft.errors import LoopError
-from weft.ops import Flow, Spec
+from weft.ops import Round, Spec
+from weft.profile import Seen
+from weft.runtime.book import Book
 from weft.runtime.clock import Clock, Stamp
 from weft.runtime.memory import Memory
-from weft.schedule import Timetable
+from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
-from weft.transport.collective import Processes, Wire, Works, wait
+from weft.transport.collective import Processes, Wire, Works, cut, joined
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Spans:
 
 
 class Engine:
-    """Exchanges the buckets of one step at a time. `begin`, `ready` for each bucket, `finish`."""
+    """Exchanges the buckets of one step at a time: `begin`, `ready` for each bucket, then `wait` for one after another,
+    and `finish`."""
 
     def __init__(self, strategy: Strategy, transport: Processes, device: torch.device, seed: int) -> None:
         self.compression, self.schedule = strategy.compression, strategy.schedule
@@ -45,113 +49,171 @@ class Engine:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
-        self._jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._busy = False
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._under_way = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
         self._thread.start()
 
-    def plan(self, specs: Sequence[Spec]) -> Timetable:
+    def plan(self, specs: Sequence[Spec], seen: Seen | None = None) -> Timetable:
         """The timetable for parameters in the order in which backward finishes them."""
-        stages = self.transport.stages(self.compression.rounds(specs, self.transport.layout.workers))
-        return self.schedule.timetable(specs, stages)
+        return self.schedule.timetable(specs, self.rounds, seen)
+
+    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+        """What a bucket of these parameters exchanges."""
+        return self.compression.rounds(specs, self.transport.layout.workers)
+
+    # --- for the loop -----------------------------------------------------------------------------------------------
 
     def begin(self, memory: Sequence[Memory], step: int) -> None:
         """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
-        if self._busy:
+        if self._under_way or self._error:
             raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
-        self._busy = True
+        self._under_way = True
         self.memory = memory
-        self.gates = [threading.Event() for _ in self.timetable.buckets]
-        self.marks: list[Any] = [None] * len(self.timetable.buckets)
+        count = len(self.timetable.buckets)
+        self.marks: list[Any] = [None] * count
+        self.arrived = [threading.Event() for _ in range(count)]
+        self.through: list[Any] = [None] * count
+        self.issued = threading.Event()
         self.spans = Spans()
-        self._jobs.put(step)
+        self._events.put(lambda: self._begin(step))
 
     def ready(self, bucket: int) -> None:
         """All carried workers' gradients of this bucket are in place."""
         if self.stream is not None:
             self.marks[bucket] = torch.cuda.current_stream(self.device).record_event()
-        self.gates[bucket].set()
+        self._events.put(lambda: self._opened(bucket))
+
+    def wait(self, bucket: int) -> bool:
+        """Until a bucket's mean is in place. Returns whether that was still to come."""
+        late = not self.arrived[bucket].is_set()
+        self.arrived[bucket].wait()
+        if self._error is not None:
+            raise self._error
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.through[bucket])
+        return late
 
     def finish(self) -> None:
-        """Wait until every mean is in place."""
-        error = self._done.get()
-        if error is not None:
-            raise error
-        self._busy = False
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        """Until every mean is in place."""
+        for bucket in range(len(self.arrived)):
+            self.wait(bucket)
+        self._under_way = False
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Everyone gets process 0's values. Where the library carries them, they queue behind this step's exchange."""
+        if tensors and self._under_way and self.transport.mesh is None:
+            self.issued.wait()
+        self.transport.spread(tensors)
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            step = self._jobs.get()
-            try:
-                with self._on_stream():
-                    self._exchange(step)
-            except BaseException as error:
-                self._done.put(error)
-            else:
-                self._done.put(None)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that wait for an update do not wait for this thread
+            while True:
+                act = self._events.get()
+                try:
+                    if self._error is None:
+                        with self._on_stream():
+                            act()
+                            self._issue()
+                except BaseException as error:
+                    self._error = error
+                    for event in (*self.arrived, self.issued):
+                        event.set()
 
-    def _exchange(self, step: int) -> None:
-        passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
-        for slot in self.timetable.slots:
-            passages[slot.bucket].advance()
-        for passage in passages:
-            while not passage.over:
-                passage.advance()
+    def _begin(self, step: int) -> None:
+        self._book = Book(self.timetable)
+        self._passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
+
+    def _opened(self, bucket: int) -> None:
+        if self.stream is not None:
+            self.stream.wait_event(self.marks[bucket])
+        self._passages[bucket].start()
+        self._book.opened(bucket)
+
+    def _issue(self) -> None:
+        """Everything whose turn it is."""
+        while (slot := self._book.next()) is not None:
+            self._passages[slot.bucket].issue(slot)
+        if self._book.empty:
+            self.issued.set()
+
+    def part_done(self, slot: Slot) -> None:
+        """A part is back; after a round's last part the exchange goes on, after the last round it is over."""
+        if self._book.done(slot):
+            self._passages[slot.bucket].go_on()
+            if self._book.over(slot.bucket):
+                if self.stream is not None:
+                    self.through[slot.bucket] = self.stream.record_event()
+                self.arrived[slot.bucket].set()
+
+    def again(self, act: Callable[[], None]) -> None:
+        """Go on with something in this thread, from whichever thread its waiting ended in."""
+        self._events.put(act)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
 
 class _Passage:
-    """One bucket on its way: its flows, what is under way, and when."""
+    """One bucket on its way: its flows, one for each carried worker, and the collective that they are at."""
 
     def __init__(self, engine: Engine, bucket: int, step: int) -> None:
         self.engine, self.bucket, self.step = engine, bucket, step
-        self.wire: Wire
-        self.under_way: Works | None = None
-        self.issued: Stamp = None
-        self.over = False
+        self.ops: list[Any] = []
+        self.results: list[Any] = []
 
-    def _flows(self) -> list[Flow[State]]:
-        """The exchange of this bucket, once for each carried worker."""
+    def start(self) -> None:
+        """The gradients are there: run up to the first collective."""
         engine, layout = self.engine, self.engine.transport.layout
-        flows = []
+        begun = engine.clock.stamp()
+        self.flows = []
         for rank, memory, state in zip(layout.carried(), engine.memory, engine.states, strict=True):
             memory.fill(self.bucket)
             mine = memory.buckets[self.bucket]
             assert mine is not None, "a gate opens when the bucket is full"
             ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed)
-            flows.append(engine.compression.exchange(mine, state, ctx))
-        return flows
+            self.flows.append(engine.compression.exchange(mine, state, ctx))
+        self._resume([None] * len(self.flows))
+        engine.spans.encode.append((begun, engine.clock.stamp()))
 
-    def advance(self) -> None:
-        """Wait for what is under way (at first: for the gradients), then go on to the next operation."""
-        if self.over:
-            return
-        engine, spans = self.engine, self.engine.spans
-        if self.under_way is None:
-            engine.gates[self.bucket].wait()
-            if engine.stream is not None:
-                engine.stream.wait_event(engine.marks[self.bucket])
-            into = spans.encode
-        else:
-            wait(self.under_way)
-            into = spans.decode
-        begun = engine.clock.stamp()
-        if self.under_way is None:
-            self.wire = engine.transport.drive(self._flows(), tag=self.bucket)
-        else:
-            spans.wire.append((self.bucket, self.issued, begun))
+    def issue(self, slot: Slot) -> None:
+        """Put one part of the present collective on the wire."""
+        if not self.results:
+            self.results = [None] * slot.parts
+        wire = self.engine.transport.perform(cut(self.ops, slot.part, slot.parts), self.bucket << 20 | slot.part)
+        self._advance(slot, wire, self.engine.clock.stamp())
+
+    def _advance(self, slot: Slot, wire: Wire, issued: Stamp) -> None:
+        engine = self.engine
         try:
-            self.under_way = next(self.wire)
+            under_way = next(wire)
+            while under_way.at_once:
+                under_way.wait()
+                under_way = next(wire)
         except StopIteration as stop:
-            self.over = True
-            for state, new in zip(engine.states, stop.value, strict=True):
-                state.update(new)
-        self.issued = engine.clock.stamp()
-        into.append((begun, self.issued))
+            self.results[slot.part] = stop.value
+            engine.spans.wire.append((self.bucket, issued, engine.clock.stamp()))
+            engine.part_done(slot)
+        else:
+            under_way.then(lambda: engine.again(lambda: self._back(under_way, slot, wire, issued)))
+
+    def _back(self, under_way: Works, slot: Slot, wire: Wire, issued: Stamp) -> None:
+        under_way.wait()
+        self._advance(slot, wire, issued)
+
+    def go_on(self) -> None:
+        """All parts of a collective are back."""
+        begun = self.engine.clock.stamp()
+        self._resume(joined(self.ops, self.results))
+        self.engine.spans.decode.append((begun, self.engine.clock.stamp()))
+
+    def _resume(self, results: list[Any]) -> None:
+        self.ops, self.results = [], []
+        for flow, state, result in zip(self.flows, self.engine.states, results, strict=True):
+            try:
+                self.ops.append(flow.send(result))
+            except StopIteration as stop:
+                state.update(stop.value)

@@ -4,27 +4,47 @@ A hook runs when autograd has finished a parameter. It hands the gradient to its
 engine, which weighs its gradients by the worker's share of the batch, in one pass into the bucket's memory (a parameter
 that has a bucket to itself stays where autograd put it). When backward ends, `.grad` is a view of the bucket and holds
 the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
+
+A schedule may defer: backward then returns while means are on their way. Whoever touches a parameter or its gradient
+before `step` waits for all of them; after `step`, for the update of this one, which is made there and then (`late`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import LoopError
 from weft.ops import Spec
+from weft.profile import Seen
 from weft.runtime.engine import Engine
+from weft.runtime.late import Late, arrive, delay
+from weft.runtime.lessons import Lessons
 from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
 from weft.runtime.turns import Buffers, Turns
+
+log = logging.getLogger(__name__)
 
 
 class Gradients:
     """The trainable parameters of one model and the memory their gradients live in."""
 
-    def __init__(self, model: nn.Module, engine: Engine, turns: Turns, watch: Watch, *, unused: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        turns: Turns,
+        watch: Watch,
+        *,
+        unused: bool,
+        defers: bool = False,
+        folder: Path | None = None,
+    ) -> None:
         named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
         self.params = [p for p in named if p.requires_grad]
         self.names = [named[p] for p in self.params]
@@ -35,16 +55,32 @@ class Gradients:
         self.order: list[int] = []
         self.in_backward = False
         self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
-        self._lay_out(list(reversed(range(len(self.params)))))
+        self.defers = defers
+        self.deferred = self.stepping = self.clearing = self.said = False
+        self.index = {id(param): i for i, param in enumerate(self.params)}
+        self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
+        self._start_out()
         for index, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, order: Sequence[int]) -> None:
+    def _start_out(self) -> None:
+        """The last parameter first, unless an earlier part of the run has seen more."""
+        seen = self.lessons.recall() if self.lessons else None
+        order = list(reversed(range(len(self.params))))
+        self.replayed = seen is not None
+        if seen is not None:
+            self.lessons = None
+            index = {name: i for i, name in enumerate(self.names)}
+            order = [index[name] for name in seen.ready_s]
+        self._lay_out(order, seen)
+
+    def _lay_out(self, order: Sequence[int], seen: Seen | None = None) -> None:
         """Buckets in the order in which backward finishes parameters; one set of memory per carried worker."""
         specs = [Spec(self.names[i], tuple(self.params[i].shape), self.params[i].dtype) for i in order]
-        self.engine.timetable = self.engine.plan(specs)
+        self.engine.timetable = self.engine.plan(specs, seen)
+        self.finished = list(order)
         index = {name: i for i, name in enumerate(self.names)}
         self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
         self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
@@ -56,9 +92,12 @@ class Gradients:
     def _rearrange(self) -> None:
         """After the first step: buckets in the order that process 0 saw, for every process alike."""
         order = self.engine.transport.tell(list(dict.fromkeys(self.order)))[0]
-        if [spec.name for group in self.engine.timetable.buckets for spec in group] == [self.names[i] for i in order]:
-            return
-        self._lay_out(order)
+        if order != self.finished:
+            self._move(order)
+
+    def _move(self, order: Sequence[int], seen: Seen | None = None) -> None:
+        """Lay buckets out anew, between steps, and take gradients along."""
+        self._lay_out(order, seen)
         for i, param in enumerate(self.params):
             if param.grad is not None:
                 self.memory[-1].put(i, param.grad, 1.0)
@@ -72,7 +111,9 @@ class Gradients:
     def release(self) -> None:
         """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
         self.local = False
-        if self.turns.turn == 0 and not self.in_backward:
+        if self.stepping:
+            self._clear_later()
+        elif self.turns.turn == 0 and not self.in_backward:
             for memory in self.memory:
                 memory.release()
 
@@ -89,8 +130,10 @@ class Gradients:
             raise LoopError(
                 "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
             )
-        if not self.local and not self.in_backward:
-            self._check_start(index)
+        if not self.in_backward:
+            self.flush()
+            if not self.local:
+                self._check_start(index)
         if self.turns.accumulating:
             self.turns.accumulated()
             self.local = True
@@ -98,6 +141,8 @@ class Gradients:
         if not self.in_backward:
             self._begin()
         self.here.add(index)
+        if self.lessons:
+            self.lessons.arrived(index)
         self._put(index, grad)
 
     def _check_start(self, index: int) -> None:
@@ -156,10 +201,17 @@ class Gradients:
         if not self.turns.last:
             self._fill()
         else:
-            self.engine.finish()
-            self.engine.transport.spread(self.buffers.tensors)
+            defer = self.defers and self.unused is False and self.lessons is None
+            if not defer:
+                self.engine.finish()
+            self.engine.spread(self.buffers.tensors)
             self.buffers.settled()
-            self._settle()
+            if defer:
+                self._defer()
+            else:
+                self._settle()
+            self.order = []
+            self.turns.used = set()
             self.turns.exchanged()
         self.watch.exchange_ended()
         self.turns.next()
@@ -180,9 +232,7 @@ class Gradients:
 
     def _settle(self) -> None:
         """`.grad` as one process would have it: the mean, or None for what nobody used."""
-        for name, param in self.frozen:
-            if param.requires_grad and param.grad is not None:
-                raise LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
+        self._check_frozen()
         if self.unused is not False:
             rows = self.engine.transport.tell([int(i in self.turns.used) for i in range(len(self.params))])
             used = [any(flags) for flags in zip(*rows, strict=True)]
@@ -190,7 +240,79 @@ class Gradients:
                 self.unused = not all(used)
             for i, param in enumerate(self.params):
                 param.grad = self.memory[-1].view(i) if used[i] else None
-        if self.turns.step == 0 and len(self.members) > 1:
+        if self.turns.step == 0 and len(self.members) > 1 and not self.replayed:
             self._rearrange()
-        self.order = []
-        self.turns.used = set()
+        if self.lessons and self.lessons.step_ended():
+            seen = self.lessons.learn(self.finished, self.engine.device)
+            self.lessons = None
+            self._move(self.finished, seen)
+
+    def _check_frozen(self) -> None:
+        for name, param in self.frozen:
+            if param.requires_grad and param.grad is not None:
+                raise LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
+
+    # --- what is deferred -------------------------------------------------------------------------------------------
+
+    def _defer(self) -> None:
+        """Backward returns, means are on their way: whoever looks at one waits for all of them."""
+        self._check_frozen()
+        self.deferred = True
+        for param in self.params:
+            delay(param, self._touched)
+
+    def step_later(self, step: Callable[[Sequence[Tensor]], None]) -> None:
+        """Take a step for each bucket's parameters when its mean is there and somebody needs them."""
+        self.stepping = True
+        self.step = step
+        self.awaited = set(range(len(self.members)))
+
+    def _touched(self, param: Late) -> None:
+        if self.stepping:
+            self._await(self.bucket_of[self.index[id(param)]])
+            return
+        if not self.said:
+            log.warning(
+                "something looks at gradients or parameters between backward and step, so all means are waited for "
+                "there: right, but the next forward does not start early"
+            )
+            self.said = True
+        self.flush()
+
+    def _await(self, bucket: int) -> None:
+        """Update a bucket's parameters, as soon as their mean is there; they are ordinary ones again."""
+        began = self.engine.clock.stamp()
+        if self.engine.wait(bucket):
+            self.watch.held_up(began)
+        self.awaited.discard(bucket)
+        mine = [self.params[i] for i in self.members[bucket]]
+        for param in mine:
+            arrive(param)
+        began = self.engine.clock.stamp()
+        self.step(mine)
+        self.watch.updated(began)
+        if self.clearing:
+            for param in mine:
+                param.grad = None
+
+    def _clear_later(self) -> None:
+        """zero_grad() after a deferred step(): each gradient goes when its parameter has been updated."""
+        self.clearing = True
+        for param in self.params:
+            if type(param) is not Late:
+                param.grad = None
+
+    def flush(self) -> None:
+        """Wait for everything that is deferred."""
+        if not self.deferred:
+            return
+        if self.stepping:
+            for bucket in sorted(self.awaited, reverse=True):
+                self._await(bucket)
+        self.engine.finish()
+        for param in self.params:
+            arrive(param)
+        if self.clearing:
+            for memory in self.memory:
+                memory.release()
+        self.deferred = self.stepping = self.clearing = False

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -88,8 +89,7 @@ class _Straggler:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda _: self._stretch())
-        optimizer.register_step_pre_hook(lambda *_: self._mark())
-        optimizer.register_step_post_hook(lambda *_: self._stretch(settle=True))
+        _replace_step(optimizer, self._step, optimizer.step)
 
     def _start(self) -> None:
         self.now = self.factor()
@@ -98,13 +98,19 @@ class _Straggler:
     def _mark(self) -> None:
         self.mark = time.perf_counter()
 
-    def _stretch(self, settle: bool = False) -> None:
+    def _stretch(self) -> None:
         self.owed += (time.perf_counter() - self.mark) * (self.now - 1)
-        if self.owed > _LEAST_NAP_S or settle:
+        if self.owed > _LEAST_NAP_S:
             began = time.perf_counter()
-            time.sleep(max(0.0, self.owed))
+            time.sleep(self.owed)
             self.owed -= time.perf_counter() - began
         self._mark()
+
+    def _step(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
+        began = time.perf_counter()
+        result = step()
+        _sleep_until(time.perf_counter() + (time.perf_counter() - began) * (self.now - 1))
+        return result
 
 
 class Sleeper:
@@ -127,11 +133,12 @@ class Sleeper:
                 f"the profile and the model disagree about '{odd}'; measure the profile with this very model"
             )
         self.parts = [(named[name], seconds) for name, seconds in self.profile.backward]
+        self.numel = sum(p.numel() for p, _ in self.parts)
         random = torch.Generator().manual_seed(0)
         self.values = {p: torch.randn(p.shape, generator=random).to(p) * 1e-3 for p, _ in self.parts}
         self.model, self.compute = model, model.forward
         model.forward = self._forward
-        optimizer.step = self._step  # type: ignore[method-assign,assignment]
+        _replace_step(optimizer, self._step, optimizer.step)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -140,9 +147,14 @@ class Sleeper:
             return output
         self.now = self.factor()
         carry = torch.zeros((), requires_grad=True)
+        due, whole = began, self.profile.backward_s
         for parameter, seconds in reversed(self.parts):
+            asked = time.perf_counter()
+            parameter.data_ptr()  # a layer's forward needs its parameters, and waits for one that is still to come
+            due += time.perf_counter() - asked
+            due += self.profile.forward_s * self.now * (seconds / whole if whole else 1 / len(self.parts))
             carry = _Nap.apply(carry, parameter, self, seconds)  # type: ignore[no-untyped-call]
-        _sleep_until(began + self.profile.forward_s * self.now)
+            _sleep_until(due)
         self.due = time.perf_counter()
         return pytree.tree_map_only(Tensor, lambda t: t + carry if t.is_floating_point() else t, output)
 
@@ -154,8 +166,9 @@ class Sleeper:
                 self.outputs[shapes] = self.compute(*args, **kwargs)
         return self.outputs[shapes]
 
-    def _step(self, closure: Any = None) -> None:
-        _sleep_until(time.perf_counter() + self.profile.optimizer_s * self.now)
+    def _step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        mine = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        _sleep_until(time.perf_counter() + self.profile.optimizer_s * self.now * mine / self.numel)
 
 
 class _Nap(torch.autograd.Function):
@@ -172,6 +185,18 @@ class _Nap(torch.autograd.Function):
         ctx.sleeper.due += ctx.seconds * ctx.sleeper.now
         _sleep_until(ctx.sleeper.due)
         return grads[0], grad, None, None
+
+
+def _replace_step(
+    optimizer: Optimizer, act: Callable[[Optimizer, Callable[..., Any]], Any], step: Callable[..., Any]
+) -> None:
+    """Let `act` take the step instead: the whole optimizer's, or that of one with some of its parameters."""
+    func = step.__func__ if isinstance(step, MethodType) else None
+
+    def paced(self: Optimizer, closure: Any = None) -> Any:
+        return act(self, (lambda: func(self)) if func else step)
+
+    optimizer.step = MethodType(paced, optimizer)  # type: ignore[method-assign]
 
 
 def _sleep_until(moment: float) -> None:

@@ -37,13 +37,17 @@ class Watch:
         self.engine: Engine | None = None
         self.values: Values = {}
         self._handed_over = False
+        self.waited: list[tuple[Stamp, Stamp]] = []
+        self.updates: list[tuple[Stamp, Stamp]] = []
         self._reset(clock.stamp())
 
     def _reset(self, began: Stamp) -> None:
         self.began = began
         self.forward: list[Stamp] = []
         self.backward: list[tuple[Stamp, Stamp]] = []
-        self.waited: list[tuple[Stamp, Stamp]] = []
+        self.late, self.late_updates = self.waited, self.updates
+        """What the loop waits for from now on may still belong to the step that has just been handed over."""
+        self.waited, self.updates = [], []
         self._bytes = self.engine.transport.sent_bytes if self.engine else 0.0
 
     def log(self, values: dict[str, Any], share: float) -> None:
@@ -75,6 +79,16 @@ class Watch:
         if self.recorder and self.backward:
             self.waited.append((self.backward[-1][1], self.clock.stamp()))
 
+    def held_up(self, began: Stamp) -> None:
+        """The loop has waited for a parameter's update, which belongs to the step before."""
+        if self.recorder:
+            self.late.append((began, self.clock.stamp()))
+
+    def updated(self, began: Stamp) -> None:
+        """Some parameters were updated, in a step that was handed over before."""
+        if self.recorder:
+            self.late_updates.append((began, self.clock.stamp()))
+
     def optimizer_began(self) -> None:
         self._fresh()
         if self.recorder:
@@ -94,6 +108,7 @@ class Watch:
             "backward": self.backward,
             "waited": self.waited,
             "optimizer": [(self.stepping, ended)],
+            "update": self.updates,
             "encode": spans.encode,
             "decode": spans.decode,
             "wire": spans.wire,
@@ -166,7 +181,7 @@ class Recorder:
         event: dict[str, Any] = {"step": step, "time_s": at["step"][0][1], "step_s": length(at["step"])}
         event |= {f"{name}_s": length(at[name]) for name in ("forward", "backward", "encode")}
         event |= {"exposed_s": exposed, "hidden_s": length(wire) - exposed}
-        event |= {f"{name}_s": length(at[name]) for name in ("decode", "optimizer")}
+        event |= {"decode_s": length(at["decode"]), "optimizer_s": length(at["optimizer"]) + length(at["update"])}
         event = {key: round(value, 7) if isinstance(value, float) else value for key, value in event.items()}
         event |= {"wire_bytes": round(sent), "samples": samples}
         return event | {key: _mean(entries) for key, entries in values.items()}
@@ -251,7 +266,7 @@ def length(spans: Iterable[Span]) -> float:
 
 def perfetto(steps: list[tuple[int, dict[str, Any]]], process: int) -> dict[str, Any]:
     """The traced steps in the format that ui.perfetto.dev and chrome://tracing open."""
-    rows = {"forward": 0, "backward": 0, "waited": 0, "optimizer": 0, "encode": 1, "decode": 1}
+    rows = {"forward": 0, "backward": 0, "waited": 0, "optimizer": 0, "update": 0, "encode": 1, "decode": 1}
     events: list[dict[str, Any]] = []
 
     def add(name: str, row: int, start: float, end: float, step: int) -> None:

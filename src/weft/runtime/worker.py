@@ -34,12 +34,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
+from weft.runtime.allocator import keep_memory
 from weft.runtime.choose import choose_strategy
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
 from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
 from weft.runtime.pace import Pace
+from weft.runtime.piecewise import Piecewise, obstacle
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.turns import Turns
@@ -104,9 +106,10 @@ class Run:
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        world.connect(self.device, timeout_s=float(os.environ.get("WEFT_TIMEOUT_S", 600)))
+        timeout_s = float(os.environ.get("WEFT_TIMEOUT_S", 600))
+        world.connect(self.device, timeout_s)
         staged = self.device.type == "cuda" and world.shared_gpus
-        self._transport = Processes(strategy.topology, world.layout, staged=staged)
+        self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=world.mesh(timeout_s))
         self._turns = Turns(world.layout, seed)
         self._clock = Clock(self.device)
         self._recorder = self._record()
@@ -156,12 +159,21 @@ class Run:
             describe_model(self.folder, [Spec(n, tuple(p.shape), p.dtype) for n, p in named if p.requires_grad])
         Pace(self.seed, self.world.process, lambda: self.step).attach(model, optimizer)
         if wrapper is None:
+            keep_memory()
             self._transport.spread([*model.parameters(), *model.buffers()])
         if not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             self._watch.engine = engine
-            self._gradients = Gradients(model, engine, self._turns, self._watch, unused=unused)
+            self._gradients = Gradients(
+                model,
+                engine,
+                self._turns,
+                self._watch,
+                unused=unused,
+                defers=self._may_defer(model, optimizer),
+                folder=self.folder,
+            )
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
         if self._recorder and not hasattr(model, "_orig_mod"):
@@ -222,11 +234,14 @@ class Run:
         if _current is self:
             _current = None
         try:
+            self._flush()
             if self._recorder:
                 self._recorder.close()
             if self._report and self.folder and self.is_main:
                 write_json(self.folder / "report.json", self._report)
         finally:
+            if self._transport.mesh is not None:
+                self._transport.mesh.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -247,6 +262,7 @@ class Run:
     def _patch_optimizer(self, optimizer: Optimizer) -> None:
         """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
         step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
+        piecewise = Piecewise(optimizer)
 
         def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None and not self.world.alone:
@@ -260,7 +276,12 @@ class Run:
             if not turns.complete:
                 return None
             self._watch.optimizer_began()
-            result = step(closure) if closure is not None else step()
+            if self._gradients is not None and self._gradients.deferred:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
+                self._gradients.step_later(piecewise.freeze())
+                result = None
+            else:
+                result = step(closure) if closure is not None else step()
             samples = turns.samples
             turns.stepped()
             self._watch.step_ended(turns.step, samples)
@@ -268,15 +289,34 @@ class Run:
 
         def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
             turns.unstepped = False
-            if self._gradients is not None:
-                self._gradients.release()
-            zero_grad(set_to_none)
+            gradients = self._gradients
+            if gradients is not None:
+                if not (gradients.stepping and set_to_none):
+                    gradients.flush()
+                gradients.release()
+            if gradients is None or not gradients.clearing:
+                zero_grad(set_to_none)
 
         if hasattr(step, "_wrapped_by_lr_sched"):
             weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.register_state_dict_pre_hook(lambda _: self._flush())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self._flush())
         # bound methods, as a scheduler that is made later expects them
         optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _flush(self) -> None:
+        if self._gradients is not None:
+            self._gradients.flush()
+
+    def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Whether parameters can be updated as their gradients arrive; where not, say why."""
+        if not self.strategy.schedule.defers:
+            return False
+        why = obstacle(model, optimizer)
+        if why:
+            log.warning("%s, so the next forward waits for the whole update: right, but with less overlap", why)
+        return why is None
 
     def _follow(self, follower: Any) -> None:
         """Schedulers and scalers act only when the optimizer does."""

@@ -1,0 +1,73 @@
+"""An optimizer's step, taken for some of its parameters at a time, with the hyper-parameters of the moment of `step()`.
+
+Only where that is the same as one whole step: optimizers that treat every parameter for itself, and nobody who wants to
+be told about the step as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax Rprop ASGD Adafactor"
+_SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)}
+
+
+def obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
+    """Why this model's parameters cannot be updated one after another; None where they can."""
+    if type(optimizer) not in _SEPARABLE:
+        return f"{type(optimizer).__name__} may look at several parameters at once"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "a differentiable optimizer steps as a whole"
+    mine = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(mine) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "hooks on the optimizer expect a whole step"
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            return "compiled code does not wait for a parameter"
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a scripted module does not wait for a parameter"
+    return None
+
+
+class Piecewise:
+    """The same optimizer, sharing its state, with groups of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        own = vars(optimizer).get("step")
+        self._step: Callable[[Any], Any] = own.__func__ if isinstance(own, MethodType) else type(optimizer).step
+        self._optimizer = optimizer
+        self._part = object.__new__(type(optimizer))
+        vars(self._part).update(vars(optimizer))
+        self._part._optimizer_step_pre_hooks = OrderedDict()
+        self._part._optimizer_step_post_hooks = OrderedDict()
+
+    def freeze(self) -> Callable[[Sequence[Tensor]], None]:
+        """A step with the hyper-parameters of now, to be taken for some parameters after others."""
+        groups = [{key: _kept(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+        group_of = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
+        self._part.state = self._optimizer.state
+
+        def step(parameters: Sequence[Tensor]) -> None:
+            mine: dict[int, list[Tensor]] = {}
+            for parameter in parameters:
+                if id(parameter) in group_of:
+                    mine.setdefault(group_of[id(parameter)], []).append(parameter)
+            self._part.param_groups = [groups[at] | {"params": chosen} for at, chosen in mine.items()]
+            if mine:
+                device = next(iter(mine.values()))[0].device.type
+                with torch.inference_mode(False), torch.autocast(device, enabled=False):  # wherever it was touched
+                    self._step(self._part)
+
+        return step
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
