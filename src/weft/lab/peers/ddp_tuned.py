@@ -9,16 +9,19 @@ from torch.optim import Optimizer
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
+from weft.runtime.allocator import keep_memory
 
 
 class DdpTuned(Peer):
     """DistributedDataParallel, made as fast as settings alone make it."""
 
     sentence: ClassVar[str] = (
-        "DistributedDataParallel with a static graph, gradients as views of their buckets, and buckets of 10 MiB."
+        "DistributedDataParallel with a static graph, gradients as views of their buckets, buckets of 10 MiB, and "
+        "an allocator that keeps its memory."
     )
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        keep_memory()
         return DistributedDataParallel(
             model, bucket_cap_mb=10, gradient_as_bucket_view=True, static_graph=True
         ), optimizer
