@@ -37,14 +37,19 @@ RUNS = {
     "halving_doubling": "bsp / halving_doubling",
     "bsp_a2a": "bsp / ring / sequential",
     "wfbp_a2a": "bsp / ring / wfbp",
+    "mg_wfbp": "bsp / ring / mg_wfbp",
+    "bytescheduler_a2a": "bsp / ring / priority(least=1B)",
 }
+BESIDE = {"p3"}
+"""Known, but named by no survey."""
 
 TOPOLOGY = r"direct|ring|recursive_doubling|halving_doubling"
 CODEC = r"cast\(dtype=(?:bf16|fp16)\)|topk\(ratio=[0-9.]+\)"
 STRATEGY = re.compile(
     rf"bsp / (?:{TOPOLOGY})"
     rf"(?: / (?:{CODEC}|error_feedback\((?:{CODEC})\)))?"
-    r"(?: / (?:sequential|wfbp|fused\(bucket=(?!25MiB\))\d+[KMG]iB\)))?"
+    r"(?: / (?:sequential|wfbp|mg_wfbp|fused\(bucket=(?!25MiB\))\d+[KMG]iB\)"
+    r"|priority\((?:partition=\d+[KMG]i?B, credit=\d+[KMG]?i?B, )?least=1B\)))?"
 )
 
 
@@ -55,7 +60,7 @@ def rows():
 
 def test_157_rows_one_per_line(rows):
     assert isinstance(rows, list)
-    assert len(rows) == 157
+    assert len([row for row in rows if row["id"] not in BESIDE]) == 157
     lines = CATALOGUE.read_text(encoding="utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("[", "]")
     assert [json.loads(line.rstrip(",")) for line in lines[1:-1]] == rows
@@ -95,7 +100,7 @@ def test_statuses(rows):
 def test_surveys(rows):
     for row in rows:
         surveys = row["surveys"]
-        assert surveys, row["id"]
+        assert (surveys == []) == (row["id"] in BESIDE), row["id"]
         assert all(type(survey) is int and 1 <= survey <= 4 for survey in surveys), row["id"]
         assert surveys == sorted(set(surveys)), row["id"]
 

@@ -20,7 +20,7 @@ def systems(
     status: Annotated[str | None, typer.Option(help="Only these: runs, partly, planned or outside.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Show the 157 surveyed systems; those with a strategy run with `weft train --system ID`."""
+    """Show the surveyed systems; those with a strategy run with `weft train --system ID`."""
     chosen = list(surveyed.catalogue()) if name is None else [surveyed.find(name)]
     for wanted, key in ((group, "group"), (status, "status")):
         known = {getattr(each, key) for each in surveyed.catalogue()}

@@ -32,7 +32,7 @@ class System:
 
 @functools.cache
 def catalogue() -> tuple[System, ...]:
-    """All 157, in the order of the surveys' groups."""
+    """The 157 of the surveys and what belongs beside them, in the order of the surveys' groups."""
     rows = json.loads((Path(__file__).parent / "catalogue.json").read_text(encoding="utf-8"))
     return tuple(System(**row | {k: tuple(row[k]) for k in ("aliases", "surveys")}) for row in rows)
 
