@@ -85,7 +85,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[k], other[k]) for k in other)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "wfbp", "fused(bucket=4KiB, first=1KiB)"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["sequential", "wfbp", "fused(bucket=4KiB, first=1KiB)", "mg_wfbp", "priority(partition=4KiB, least=1KiB)"],
+)
 def test_nccl_with_one_rank_is_the_plain_loop(schedule: str) -> None:
     for topology in ("ring", "direct"):
         env = {"WEFT_FORCE": "1", "WEFT_DEVICE": "cuda", "WEFT_STRATEGY": f"bsp / {topology} / {schedule}"}
