@@ -36,7 +36,8 @@ for i, x in enumerate(run.shard(data)):
     optimizer.step()
     optimizer.zero_grad()
     run.log(loss=loss)
-print("done", run.rank, run.workers, run.step, run.strategy, run.seed, run.is_main)
+told = "done", run.rank, run.workers, run.step, run.strategy, run.seed, run.is_main
+sys.stdout.write(" ".join(map(str, told)) + "\\n")  # one write, so that lines of several processes do not mix
 """
 
 
