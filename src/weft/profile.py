@@ -90,6 +90,8 @@ class Seen:
     ready_s: dict[str, float]
     """When backward has finished each parameter, since its own beginning; in the order of finishing."""
     cost: Cost
+    fill_s: float = 0.0
+    """Seconds for each byte that is moved next to others, into a bucket; a parameter that leaves alone is not moved."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -100,6 +102,6 @@ class Seen:
             table = json.loads(path.read_text(encoding="utf-8"))
             points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
             ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
-            return cls(ready_s=ready_s, cost=Cost(points=points))
+            return cls(ready_s=ready_s, cost=Cost(points=points), fill_s=float(table["fill_s"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: {error}; remove it, and it will be measured again") from None

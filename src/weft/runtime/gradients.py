@@ -5,14 +5,12 @@ engine, which weighs its gradients by the worker's share of the batch, in one pa
 that has a bucket to itself stays where autograd put it). When backward ends, `.grad` is a view of the bucket and holds
 the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
 
-A schedule may defer: backward then returns while means are on their way. Whoever touches a parameter or its gradient
-before `step` waits for all of them; after `step`, for the update of this one, which is made there and then (`late`).
+A schedule may defer: backward then returns while means are on their way (`deferred`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,14 +19,12 @@ from torch import Tensor, nn
 from weft.errors import LoopError
 from weft.ops import Spec
 from weft.profile import Seen
+from weft.runtime.deferred import Deferred
 from weft.runtime.engine import Engine
-from weft.runtime.late import Late, arrive, delay
 from weft.runtime.lessons import Lessons
 from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
 from weft.runtime.turns import Buffers, Turns
-
-log = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -56,8 +52,7 @@ class Gradients:
         self.in_backward = False
         self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
         self.defers = defers
-        self.deferred = self.stepping = self.clearing = self.said = False
-        self.index = {id(param): i for i, param in enumerate(self.params)}
+        self.deferred = Deferred(engine, watch)
         self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
         self._start_out()
         for index, param in enumerate(self.params):
@@ -111,9 +106,17 @@ class Gradients:
     def release(self) -> None:
         """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
         self.local = False
-        if self.stepping:
-            self._clear_later()
+        if self.deferred.stepping:
+            self.deferred.clear()
         elif self.turns.turn == 0 and not self.in_backward:
+            for memory in self.memory:
+                memory.release()
+
+    def flush(self) -> None:
+        """Wait for whatever is deferred."""
+        cleared = self.deferred.clearing
+        self.deferred.flush()
+        if cleared:
             for memory in self.memory:
                 memory.release()
 
@@ -206,8 +209,9 @@ class Gradients:
                 self.engine.finish()
             self.engine.spread(self.buffers.tensors)
             self.buffers.settled()
+            self._check_frozen()
             if defer:
-                self._defer()
+                self.deferred.begin([[self.params[i] for i in members] for members in self.members])
             else:
                 self._settle()
             self.order = []
@@ -232,7 +236,6 @@ class Gradients:
 
     def _settle(self) -> None:
         """`.grad` as one process would have it: the mean, or None for what nobody used."""
-        self._check_frozen()
         if self.unused is not False:
             rows = self.engine.transport.tell([int(i in self.turns.used) for i in range(len(self.params))])
             used = [any(flags) for flags in zip(*rows, strict=True)]
@@ -251,68 +254,3 @@ class Gradients:
         for name, param in self.frozen:
             if param.requires_grad and param.grad is not None:
                 raise LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
-
-    # --- what is deferred -------------------------------------------------------------------------------------------
-
-    def _defer(self) -> None:
-        """Backward returns, means are on their way: whoever looks at one waits for all of them."""
-        self._check_frozen()
-        self.deferred = True
-        for param in self.params:
-            delay(param, self._touched)
-
-    def step_later(self, step: Callable[[Sequence[Tensor]], None]) -> None:
-        """Take a step for each bucket's parameters when its mean is there and somebody needs them."""
-        self.stepping = True
-        self.step = step
-        self.awaited = set(range(len(self.members)))
-
-    def _touched(self, param: Late) -> None:
-        if self.stepping:
-            self._await(self.bucket_of[self.index[id(param)]])
-            return
-        if not self.said:
-            log.warning(
-                "something looks at gradients or parameters between backward and step, so all means are waited for "
-                "there: right, but the next forward does not start early"
-            )
-            self.said = True
-        self.flush()
-
-    def _await(self, bucket: int) -> None:
-        """Update a bucket's parameters, as soon as their mean is there; they are ordinary ones again."""
-        began = self.engine.clock.stamp()
-        if self.engine.wait(bucket):
-            self.watch.held_up(began)
-        self.awaited.discard(bucket)
-        mine = [self.params[i] for i in self.members[bucket]]
-        for param in mine:
-            arrive(param)
-        began = self.engine.clock.stamp()
-        self.step(mine)
-        self.watch.updated(began)
-        if self.clearing:
-            for param in mine:
-                param.grad = None
-
-    def _clear_later(self) -> None:
-        """zero_grad() after a deferred step(): each gradient goes when its parameter has been updated."""
-        self.clearing = True
-        for param in self.params:
-            if type(param) is not Late:
-                param.grad = None
-
-    def flush(self) -> None:
-        """Wait for everything that is deferred."""
-        if not self.deferred:
-            return
-        if self.stepping:
-            for bucket in sorted(self.awaited, reverse=True):
-                self._await(bucket)
-        self.engine.finish()
-        for param in self.params:
-            arrive(param)
-        if self.clearing:
-            for memory in self.memory:
-                memory.release()
-        self.deferred = self.stepping = self.clearing = False

@@ -61,6 +61,7 @@ class Lessons:
         seen = Seen(
             ready_s={self.names[index]: float(at) for index, at in zip(order, ready, strict=True)},
             cost=self._cost(device),
+            fill_s=self._fill_s(device),
         )
         if self.folder is not None and self.transport.layout.process == 0:
             with writing(self.folder):
@@ -81,15 +82,22 @@ class Lessons:
     def _one_sum(self, size: int, device: torch.device) -> float:
         carried = self.transport.layout.carried()
         ops = [Sum(torch.zeros(size // 4, device=device)) for _ in carried]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        wire = self.transport.perform(ops, size)
-        for under_way in wire:
+        began = _now(device)
+        for under_way in self.transport.perform(ops, size):
             under_way.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return _now(device) - began
+
+    def _fill_s(self, device: torch.device) -> float:
+        """The time of moving a byte into a bucket; the slowest process's counts."""
+        size = _SIZES[-1] // 4
+        source, bucket = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
+        took = []
+        for _ in range(_TRIES):
+            began = _now(device)
+            torch.mul(source, 0.5, out=bucket)
+            took.append(_now(device) - began)
+        everyone = self.transport.tell([round(statistics.median(took) * 1e9)])
+        return float(max(row[0] for row in everyone) / 1e9 / size)
 
     def recall(self) -> Seen | None:
         """What an earlier part of this run has seen, as process 0 finds it."""
@@ -100,13 +108,21 @@ class Lessons:
             if set(seen.ready_s) == set(index):
                 found["names"] = [index[name] for name in seen.ready_s]
                 found["numbers"] = [round(at * 1e9) for at in seen.ready_s.values()]
+                found["numbers"].append(round(seen.fill_s * 1e18))
                 found["numbers"] += [number for size, at in seen.cost.points for number in (size, round(at * 1e9))]
         size, length = self.transport.tell([len(found["names"]), len(found["numbers"])])[0]
         if size == 0:
             return None
         row = self.transport.tell((found["names"] + found["numbers"]) or [0] * (size + length))[0]
-        order, ready, points = row[:size], row[size : 2 * size], row[2 * size :]
+        order, ready, fill, points = row[:size], row[size : 2 * size], row[2 * size], row[2 * size + 1 :]
         return Seen(
+            fill_s=fill / 1e18,
             ready_s={self.names[i]: at / 1e9 for i, at in zip(order, ready, strict=True)},
             cost=Cost(points=tuple((a, b / 1e9) for a, b in zip(points[::2], points[1::2], strict=True))),
         )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

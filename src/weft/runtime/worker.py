@@ -276,9 +276,9 @@ class Run:
             if not turns.complete:
                 return None
             self._watch.optimizer_began()
-            if self._gradients is not None and self._gradients.deferred:
+            if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-                self._gradients.step_later(piecewise.freeze())
+                self._gradients.deferred.step(piecewise.freeze())
                 result = None
             else:
                 result = step(closure) if closure is not None else step()
@@ -291,10 +291,10 @@ class Run:
             turns.unstepped = False
             gradients = self._gradients
             if gradients is not None:
-                if not (gradients.stepping and set_to_none):
+                if not (gradients.deferred.stepping and set_to_none):
                     gradients.flush()
                 gradients.release()
-            if gradients is None or not gradients.clearing:
+            if gradients is None or not gradients.deferred.clearing:
                 zero_grad(set_to_none)
 
         if hasattr(step, "_wrapped_by_lr_sched"):

@@ -17,9 +17,9 @@ from weft.schedule._wave import wave
 class MgWfbp(Schedule):
     """Wait-free backpropagation with neighbours merged where that ends the exchange soonest [Shi et al. 2019].
 
-    From measured times: C(0) = 0, C(i) = min over j < i of max(C(j), ready(i)) + T(bytes of j+1..i). Exact for any
-    cost T that never falls, where the paper's greedy rule needs a straight line. Until the first steps have shown the
-    times, each parameter goes alone.
+    From measured times: C(0) = 0, C(i) = min over j < i of max(C(j), ready(i)) + T(bytes of j+1..i), where T is the
+    sum's time and, for more than one parameter, that of moving them together. Exact for any T that never falls; the
+    paper's greedy rule needs a straight line. Until the first steps have shown the times, each parameter goes alone.
     """
 
     learns: ClassVar[bool] = True
@@ -28,11 +28,11 @@ class MgWfbp(Schedule):
         if seen is None:
             return wave([[spec] for spec in specs], rounds)
         sizes = [sum(each.nbytes for each in rounds([spec])) for spec in specs]
-        ends = merged([seen.ready_s[spec.name] for spec in specs], sizes, seen.cost)
+        ends = merged([seen.ready_s[spec.name] for spec in specs], sizes, seen.cost, seen.fill_s)
         return wave([specs[start:end] for start, end in zip([0, *ends], ends, strict=False)], rounds)
 
 
-def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost) -> list[int]:
+def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost, fill_s: float = 0.0) -> list[int]:
     """Where each group ends, such that the last is through as early as can be; of equal choices the fewest groups."""
     count = len(sizes)
     before = numpy.concatenate([[0.0], numpy.cumsum(sizes, dtype=float)])
@@ -40,7 +40,9 @@ def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost) -> list[i
     groups = numpy.zeros(count + 1, dtype=int)
     last = numpy.zeros(count + 1, dtype=int)
     for i in range(1, count + 1):
-        ends = numpy.maximum(through[:i], ready_s[i - 1]) + cost.seconds(before[i] - before[:i])
+        group = before[i] - before[:i]
+        moved = fill_s * group * (numpy.arange(i) < i - 1)  # a parameter alone leaves from where it lies
+        ends = numpy.maximum(through[:i], ready_s[i - 1]) + cost.seconds(group) + moved
         best = min(numpy.flatnonzero(ends <= ends.min() * (1 + 1e-12)), key=lambda j: (groups[j], j))
         through[i], groups[i], last[i] = ends[best], groups[best] + 1, best
     found: list[int] = []

@@ -34,6 +34,7 @@ _AT_ONCE = 512 * 1024
 """Of a large message, so much is read at once: fewer wake-ups, which cost more than the bytes."""
 _PATIENCE_S = 1.0
 _MEETING_S = 120.0
+_HELLO_S = 10.0
 
 
 class Store(Protocol):
@@ -183,7 +184,9 @@ class Mesh:
             if kept is None and gone is None:
                 self._expected[source, tag].append(_Inbound(into, parcel, time.monotonic()))
                 return
-        if kept is not None:
+        if kept is not None and len(kept) != len(into):
+            gone = _wrong_size(source, len(kept), len(into))
+        elif kept is not None:
             into[:] = kept
         parcel._one_done(gone)
 
@@ -284,7 +287,8 @@ class Mesh:
         if message is None:
             return _Inbound(memoryview(bytearray(size)), None)
         if len(message.into) != size:
-            raise OSError(0, f"worker process {peer.rank} sent {size} bytes where {len(message.into)} were expected")
+            peer.reading = message
+            raise OSError(0, _wrong_size(peer.rank, size, len(message.into)))
         return message
 
     def _arrived(self, peer: _Peer, message: _Inbound) -> None:
@@ -295,6 +299,9 @@ class Mesh:
                     self._early[peer.rank, peer.tag].append(message.into)
                     return
                 asked = waiting.popleft()
+            if len(asked.into) != len(message.into):
+                peer.reading = asked
+                raise OSError(0, _wrong_size(peer.rank, len(message.into), len(asked.into)))
             asked.into[:] = message.into
             message = asked
         assert message.parcel is not None
@@ -335,6 +342,10 @@ class Mesh:
             parcel._one_done(lost)
 
 
+def _wrong_size(rank: int, sent: int, expected: int) -> str:
+    return f"worker process {rank} sent {sent} bytes where {expected} were expected"
+
+
 def raw(part: Tensor | memoryview) -> memoryview:
     """A contiguous CPU tensor's own bytes."""
     if isinstance(part, memoryview):
@@ -370,8 +381,8 @@ def _meet(process: int, processes: int, address: str, store: Store) -> dict[int,
                 socks[other] = sock
             while len(socks) < processes - 1:
                 sock, _ = listener.accept()
-                sock.settimeout(_MEETING_S)
-                with suppress(_Stranger):
+                sock.settimeout(_HELLO_S)
+                with suppress(_Stranger, OSError):
                     caller = _known(sock, word)
                     sock.sendall(_HELLO.pack(word, process))
                     socks[caller] = sock

@@ -1,0 +1,96 @@
+"""What a loop has asked for and not got yet: means that are on their way, a step that is taken as they arrive.
+
+Before `step`, whoever touches a parameter or its gradient waits for all means. After it, whoever touches a parameter
+waits for its bucket's mean, and the bucket's parameters are updated there and then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from weft.runtime.engine import Engine
+from weft.runtime.late import Late, arrive, delay
+from weft.runtime.record import Watch
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[Sequence[Tensor]], None]
+
+
+class Deferred:
+    """The deferred part of one step: `begin`, `step`, perhaps `clear`; over with `flush` at the latest."""
+
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine, self.watch = engine, watch
+        self.under_way = self.clearing = self._said = False
+        self._step: Step | None = None
+
+    def begin(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Backward returns, and the means of these buckets' parameters are on their way."""
+        self.under_way = True
+        self.buckets = buckets
+        self.bucket_of = {id(param): b for b, params in enumerate(buckets) for param in params}
+        for params in buckets:
+            for param in params:
+                delay(param, self._touched)
+
+    @property
+    def stepping(self) -> bool:
+        return self._step is not None
+
+    def step(self, step: Step) -> None:
+        """Take this step for each bucket's parameters, when their mean is there and somebody needs them."""
+        self._step = step
+        self.awaited = set(range(len(self.buckets)))
+
+    def clear(self) -> None:
+        """zero_grad() after step(): each gradient goes when its parameter has been updated."""
+        self.clearing = True
+        for params in self.buckets:
+            for param in params:
+                if type(param) is not Late:
+                    param.grad = None
+
+    def flush(self) -> None:
+        """Wait for everything."""
+        if not self.under_way:
+            return
+        if self.stepping:
+            for bucket in sorted(self.awaited, reverse=True):  # in the order of forward
+                self._await(bucket)
+        self.engine.finish()
+        for params in self.buckets:
+            for param in params:
+                arrive(param)
+        self.under_way = self.clearing = False
+        self._step = None
+
+    def _touched(self, param: Late) -> None:
+        if self.stepping:
+            self._await(self.bucket_of[id(param)])
+            return
+        if not self._said:
+            log.warning(
+                "something looks at gradients or parameters between backward and step, so all means are waited for "
+                "there: right, but the next forward does not start early"
+            )
+            self._said = True
+        self.flush()
+
+    def _await(self, bucket: int) -> None:
+        assert self._step is not None
+        began = self.engine.clock.stamp()
+        if self.engine.wait(bucket):
+            self.watch.held_up(began)
+        self.awaited.discard(bucket)
+        for param in self.buckets[bucket]:
+            arrive(param)
+        began = self.engine.clock.stamp()
+        self._step(self.buckets[bucket])
+        self.watch.updated(began)
+        if self.clearing:
+            for param in self.buckets[bucket]:
+                param.grad = None
