@@ -78,8 +78,21 @@ def test_what_is_done_is_told_once_whenever_one_asks() -> None:
 
 
 def test_an_empty_parcel_is_done() -> None:
+    told: list[str] = []
     with meshes(2) as (one, _):
-        one.post([], [], 0).wait()
+        one.post([], [], 0).then(lambda: told.append("done"))
+    assert told == ["done"]
+
+
+def test_no_size_is_left_waiting() -> None:
+    """Sizes whose ends fall anywhere in a packet: the last few bytes wake the reader as well as the first many."""
+    with meshes(2) as (one, other):
+        for size in (*range(1, 40), *range(700_000, 700_040), 5_000_003):
+            data, room = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+            parcel = other.post([], [(0, raw(room))], 0)
+            one.post([(1, raw(data))], [], 0)
+            parcel.wait()
+            assert torch.equal(room, data), size
 
 
 def test_who_went_away_is_named_and_the_others_still_talk() -> None:
@@ -93,6 +106,8 @@ def test_who_went_away_is_named_and_the_others_still_talk() -> None:
             waiting.wait()
         with pytest.raises(PeerLost, match="process 2 went away"):
             one.post([], [(2, raw(room))], 6).wait()
+        with pytest.raises(PeerLost, match="process 2 went away"):
+            one.post([(2, raw(room))], [], 6).wait()
         other.post([(0, raw(of(3.0)))], [], 1).wait()
         one.post([], [(1, raw(room))], 1).wait()
     assert early.item() == 1.0 and room.item() == 3.0

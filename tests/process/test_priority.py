@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import threading
 from pathlib import Path
@@ -173,13 +174,17 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def clipping(look: bool) -> tuple[Any, list[str]]:
-    import logging
-
+def listening() -> list[str]:
+    """What Weft says in this process from now on."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("weft").addHandler(handler)
+    return said
+
+
+def clipping(look: bool) -> tuple[Any, list[str]]:
+    said = listening()
     run = weft.init(steps=10)
     model, data = model_and_data(run.workers * 10)
     model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -205,12 +210,7 @@ def test_who_looks_at_gradients_before_the_step_gets_means_and_is_told_once() ->
 
 
 def whole_step(kind: str) -> tuple[Any, list[str], bool]:
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("weft").addHandler(handler)
+    said = listening()
     run = weft.init(steps=8)
     model, data = model_and_data(run.workers * 8)
 

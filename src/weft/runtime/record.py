@@ -1,6 +1,7 @@
 """What a run leaves behind while it goes: one event per step, in the run folder, at next to no cost.
 
-    strategy.toml  environment.json  model.json  events-<process>.jsonl  report.json  trace-<process>.json (on request)
+    strategy.toml  environment.json  model.json  events-<process>.jsonl  report.json
+    seen.json (where a schedule learns from the first steps)  trace-<process>.json (on request)
 
 An event's phases, in seconds: forward; backward (with the loss); encode and decode (compressing and adding up, in the
 engine's thread); exposed (something is on the wire while the loop waits for it); hidden (on the wire while the loop

@@ -146,13 +146,17 @@ class Mesh:
         wake = False
         for to, view in sends:
             peer = self._peers[to]
-            if to in self._gone:
-                parcel._one_done(self._gone[to])
-                continue
+            finished: list[Parcel] = []
             with peer.lock:
-                peer.outgoing.append(([memoryview(_HEADER.pack(tag, len(view))), view], parcel))
-                finished = self._write(peer) if len(peer.outgoing) == 1 else []
-                wake = wake or (bool(peer.outgoing) and peer.events == selectors.EVENT_READ)
+                gone = self._gone.get(to)
+                if gone is None:
+                    peer.outgoing.append(([memoryview(_HEADER.pack(tag, len(view))), view], parcel))
+                    if len(peer.outgoing) == 1:
+                        with suppress(OSError):  # the thread will find the connection broken, and say so
+                            finished = self._write(peer)
+                    wake = wake or (bool(peer.outgoing) and peer.events == selectors.EVENT_READ)
+            if gone is not None:
+                parcel._one_done(gone)
             for each in finished:
                 each._one_done()
         if wake:
@@ -218,11 +222,12 @@ class Mesh:
     def _arm(self) -> None:
         """Ask to be told when a connection that has something to send can take more."""
         for peer in self._peers.values():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
-            if events != peer.events and peer.sock.fileno() >= 0:
-                peer.events = events
-                with suppress(KeyError):
-                    self._selector.modify(peer.sock, events, peer)
+            with peer.lock:  # whoever posts meanwhile sees what is asked for
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
+                if events != peer.events and peer.sock.fileno() >= 0:
+                    peer.events = events
+                    with suppress(KeyError):
+                        self._selector.modify(peer.sock, events, peer)
 
     def _write(self, peer: _Peer) -> list[Parcel]:
         """As much as the connection takes now; returns whose messages have left."""
@@ -266,7 +271,7 @@ class Mesh:
             self._arrived(peer, message)
 
     def _wake_at(self, peer: _Peer, enough: int) -> None:
-        if enough != peer.enough and (enough == 1 or enough > _HEADER.size):
+        if enough != peer.enough:
             peer.enough = enough
             peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
 
