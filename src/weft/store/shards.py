@@ -1,0 +1,221 @@
+"""Tensors in safetensors files, written and read once, with their SHA-256 taken on the way, block by block.
+
+The library writes a file, but neither syncs nor hashes it; hashing afterwards reads everything again. The format is a
+length, a JSON header and the bytes themselves, so writing it here costs a page; plain `safetensors` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UserError
+from weft.transport.mesh import raw
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_BYTES = 2**26
+BLOCK = 2**24
+_THREADS, _AHEAD = 4, 4
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a file must be, to the byte."""
+
+    bytes: int
+    sha256: tuple[str, ...]
+    """One for each block of 16 MiB: several processors hash at once."""
+
+    def blocks(self) -> int:
+        return max(1, -(-self.bytes // BLOCK))
+
+
+class DamagedError(UserError):
+    """A file that is not what was written; the text says which, and how."""
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
+    """Write CPU tensors, sync them to the disk, and say what was written."""
+    parts = [_header(tensors), *(raw(tensor) for tensor in _ordered(tensors).values())]
+    blocks = _blocks(parts)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def put(number: int) -> str:
+        seal, at = hashlib.sha256(), number * BLOCK
+        for view in blocks[number]:
+            seal.update(view)
+            while view:
+                wrote = os.pwrite(descriptor, view, at)
+                view, at = view[wrote:], at + wrote
+        _start_writing(descriptor, number * BLOCK)
+        return seal.hexdigest()
+
+    try:
+        digests = _at_once(put, len(blocks))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Seal(sum(len(part) for part in parts), tuple(digests))
+
+
+def read(path: Path, seal: Seal) -> dict[str, Tensor]:
+    """The tensors of a file that is exactly what was written; refused otherwise. They are views of the file."""
+    with _opened(path, seal) as file:
+        whole = _mapped(file)
+        memory = raw(whole)
+        _fetch(file, 0, _AHEAD)
+
+        def get(number: int) -> str:
+            _fetch(file, number + _AHEAD, 1)
+            return hashlib.sha256(memory[number * BLOCK : (number + 1) * BLOCK]).hexdigest()
+
+        _compare(path, seal, get)
+    try:
+        return _parsed(whole)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise DamagedError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check(path: Path, seal: Seal) -> None:
+    """Refuse a file that is not exactly what was written; never more of it is in memory than a few blocks."""
+    own = threading.local()
+    with _opened(path, seal) as file:
+
+        def get(number: int) -> str:
+            if not hasattr(own, "memory"):
+                own.memory = memoryview(bytearray(min(BLOCK, seal.bytes)))
+            size, got = min(BLOCK, seal.bytes - number * BLOCK), 0
+            while got < size and (more := os.preadv(file.fileno(), [own.memory[got:size]], number * BLOCK + got)):
+                got += more
+            return hashlib.sha256(own.memory[:got]).hexdigest()
+
+        _compare(path, seal, get)
+
+
+@contextmanager
+def _opened(path: Path, seal: Seal) -> Iterator[IO[bytes]]:
+    """A file of the right size; what the disk says becomes one sentence."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != seal.bytes:
+                raise DamagedError(f"{path} has {size} bytes, but {seal.bytes} were written")
+            yield file
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _compare(path: Path, seal: Seal, digest: Callable[[int], str]) -> None:
+    if tuple(_at_once(digest, seal.blocks())) != seal.sha256:
+        raise DamagedError(f"{path} is not what was written: its SHA-256 differs")
+
+
+def _mapped(file: IO[bytes]) -> Tensor:
+    """A file as memory: what is in the page cache need not be copied, and fresh memory costs more than hashing."""
+    size = os.fstat(file.fileno()).st_size
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _fetch(file: IO[bytes], number: int, blocks: int) -> None:
+    """Let the kernel begin to read blocks while others are hashed."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), number * BLOCK, blocks * BLOCK, os.POSIX_FADV_WILLNEED)
+
+
+def _start_writing(descriptor: int, at: int) -> None:
+    """Let the kernel begin to write a block, so that the sync at the end finds little left to do."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, at, BLOCK, os.POSIX_FADV_DONTNEED)
+
+
+def _blocks(parts: Sequence[memoryview]) -> list[list[memoryview]]:
+    """The same bytes, in blocks."""
+    blocks: list[list[memoryview]] = [[]]
+    room = BLOCK
+    for part in parts:
+        while part:
+            if not room:
+                blocks.append([])
+                room = BLOCK
+            blocks[-1].append(part[:room])
+            room -= len(blocks[-1][-1])
+            part = part[len(blocks[-1][-1]) :]
+    return blocks
+
+
+def _at_once(act: Callable[[int], str], count: int) -> list[str]:
+    """Do it for each block; hashing, reading and writing leave Python's lock free."""
+    if count == 1:
+        return [act(0)]
+    with ThreadPoolExecutor(min(count, _THREADS)) as several:
+        return list(several.map(act, range(count)))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> memoryview:
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, tensor in _ordered(tensors).items():
+        if tensor.dtype not in _NAMES:
+            raise UserError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it before it is kept")
+        end = at + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Wide dtypes first, so that every tensor lies aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def _parsed(whole: Tensor) -> dict[str, Tensor]:
+    memory = raw(whole)
+    length = int.from_bytes(memory[:8], "little")
+    if len(memory) < 8 or length > min(_HEADER_BYTES, len(memory) - 8):
+        raise ValueError(f"a header of {length} bytes")
+    data = whole[8 + length :]
+    tensors = {}
+    for name, entry in json.loads(bytes(memory[8 : 8 + length])).items():
+        start, end = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if not 0 <= start <= end <= len(data) or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} lies at {start} to {end}, but is {entry['dtype']} {shape}")
+        part = data[start:end]
+        part = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+        tensors[name] = part.view(dtype).view(shape)
+    return tensors
