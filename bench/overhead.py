@@ -133,7 +133,7 @@ def ours(args: argparse.Namespace, strategy: str, out: Path | None, *what: Any) 
 
     def build() -> Loop:
         worker._current = None
-        run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out)
+        run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out, save_every=0)
         model, optimizer, batches = setup(*what, run.device)
         model, optimizer = run.distribute(model, optimizer)
         return loop(model, optimizer, lambda: cycle(batches), args.half, run.device)

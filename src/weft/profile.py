@@ -49,7 +49,7 @@ class Profile:
     def read(cls, path: Path) -> Profile:
         try:
             return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise UserError(
                 f"the profile {path} cannot be read: {error}; give a file with forward_s and backward"
             ) from None
@@ -99,9 +99,12 @@ class Seen:
     @classmethod
     def read(cls, path: Path) -> Seen:
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
-            ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
-            return cls(ready_s=ready_s, cost=Cost(points=points), fill_s=float(table["fill_s"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise UserError(f"{path} cannot be read: {error}; remove it, and it will be measured again") from None
+
+    @classmethod
+    def of(cls, table: dict[str, Any]) -> Seen:
+        points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
+        ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
+        return cls(ready_s=ready_s, cost=Cost(points=points), fill_s=float(table["fill_s"]))

@@ -28,7 +28,7 @@ torch.manual_seed(run.seed)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = run.distribute(model, optimizer)
-data = [torch.full((3, 4), float(i)) for i in range(4000)]
+data = [torch.full((3, 4), (i % 8) / 8) for i in range(4000)]
 for i, x in enumerate(run.shard(data)):
     {body}
     loss = model(x).square().mean()
@@ -91,10 +91,9 @@ def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
     assert (row["strategy"], row["workers"], row["steps"]) == ("bsp / direct", 3, 6)
     folder = scratch / row["folder"]
     names = {file.name for file in folder.iterdir()}
-    expected = {"strategy.toml", "environment.json", "model.json"} | {
-        f"{kind}-{p}.json" for p in range(3) for kind in ("trace",)
-    }
-    assert expected | {f"events-{p}.jsonl" for p in range(3)} == names
+    expected = {"launch.json", "strategy.toml", "environment.json", "model.json", "checkpoints"}
+    assert expected | {f"trace-{p}.json" for p in range(3)} | {f"events-{p}.jsonl" for p in range(3)} == names
+    assert [each.name for each in (folder / "checkpoints").iterdir()] == ["step-00000006"]  # the run's last state
     events = [json.loads(line) for line in (folder / "events-1.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]
     phases = ("forward", "backward", "encode", "exposed", "hidden", "decode", "optimizer")
@@ -132,8 +131,7 @@ def test_nothing_outlives_the_launcher(scratch: Path, number: signal.Signals) ->
         if "alive" in line:
             break
     run.send_signal(number)
-    run.stdout.close()
-    run.wait(20)
+    run.communicate(timeout=20)
     assert gone(scratch)
     if number == signal.SIGKILL:  # the launcher had no chance; what it made is only a file
         for leftover in (scratch / "tmp").glob("weft-*"):

@@ -32,7 +32,20 @@ def test_public_names() -> None:
     assert all(getattr(weft, name) is not None for name in weft.__all__)
     methods = {name for name in vars(weft.Run) if not name.startswith("_")}
     assert methods == {
-        *("accumulate", "clip", "close", "distribute", "is_main", "log", "rank", "report", "shard", "step", "workers")
+        *(
+            "accumulate",
+            "clip",
+            "close",
+            "distribute",
+            "is_main",
+            "log",
+            "rank",
+            "report",
+            "save",
+            "shard",
+            "step",
+            "workers",
+        )
     }
     assert COMMANDS == ("train", "compare", "check", "answers", "systems", "lab", "export", "doctor")
 

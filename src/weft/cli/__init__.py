@@ -9,7 +9,7 @@ import sys
 import typer
 
 from weft.errors import UserError
-from weft.runtime.launch import JobFailedError
+from weft.runtime.launch import JobFailedError, LeftError
 
 EXAMPLES = """\
 Weft: a way of distributing PyTorch training is one value.
@@ -60,6 +60,9 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(2)
+    except LeftError as error:
+        sys.stderr.write(f"weft: {error}\n")
+        sys.exit(128 + signal.SIGTERM)
     except JobFailedError as error:
         sys.stderr.write(f"weft: {error}\n" if error.status == 2 else f"weft: {error}\n\n{error.traceback}")
         sys.exit(error.status)

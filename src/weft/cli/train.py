@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from weft.lab.cluster import Cluster
 from weft.lab.experiment import slow_seat
 from weft.lab.request import parse_slow
 from weft.runtime.choose import DEFAULT, winner
-from weft.runtime.folder import summary
-from weft.runtime.launch import JobFailedError, Launch, Seat, find_job, launch
+from weft.runtime.folder import describe_launch, launched, summary
+from weft.runtime.launch import JobFailedError, Launch, LeftError, Seat, find_job, launch
+from weft.store.checkpoint import Policy, found_in, newest, step_of, verify
 from weft.strategy import Strategy
 from weft.units import bytes_text
 
@@ -32,10 +34,13 @@ _PLAIN_EVERY_S = 2.0
 
 @app.command(context_settings={"allow_interspersed_args": True})
 def train(
-    job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
+    job: Annotated[
+        str | None, typer.Argument(help="A script, or a bundled job: text, wide, vision; with --resume, none.")
+    ] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Options of the job itself, after --.")] = None,
     workers: Annotated[
-        int | None, typer.Option("-n", "--workers", help="Logical workers, in all; 1 by default, or one per host.")
+        int | None,
+        typer.Option("-n", "--workers", help="Logical workers, in all; 1 by default, or one per host."),
     ] = None,
     strategy: Annotated[str | None, typer.Option(help='As in "bsp / ring / wfbp", or @file.toml.')] = None,
     system: Annotated[str | None, typer.Option(help="A surveyed system's strategy (see `weft systems`).")] = None,
@@ -49,38 +54,62 @@ def train(
     nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machines meet: on node 0.")] = "",
+    network: Annotated[
+        str, typer.Option(help="Between machines: trusted, or untrusted, where nothing goes unencrypted.")
+    ] = "untrusted",
     share_gpus: Annotated[bool, typer.Option("--share-gpus", help="Several processes on one GPU, over Gloo.")] = False,
     hosts: Annotated[int | None, typer.Option(help="Emulate so many hosts, each with a link of its own.")] = None,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.")] = False,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 500 by default, 0 for none at all.")
+    ] = None,
+    keep_last: Annotated[int, typer.Option(help="How many of the latest checkpoints are kept.")] = 2,
+    keep_every: Annotated[int, typer.Option(help="Keep those at multiples of so many steps for good.")] = 0,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run, from its latest whole checkpoint.")
+    ] = None,
+    grace: Annotated[float, typer.Option(help="Seconds to save and leave in, after SIGTERM.")] = 30.0,
     json: JsonOption = None,
 ) -> None:
     """Train JOB on several workers under a strategy, and record the run in a folder."""
     show = console(json)
-    path = find_job(job)
     chosen = _strategy(strategy, system)
-    source, known = ("the command line", chosen) if chosen else winner(None, path)
-    folder = _folder(out, path, known.check())
-    workers = workers if workers is not None else hosts or 1
-    spec = Launch(
-        job=job,
+    policy = Policy(every=save_every, last=keep_last, milestone=keep_every) if save_every is not None else None
+    if policy is None and (keep_last, keep_every) != (2, 0):
+        policy = Policy(last=keep_last, milestone=keep_every)
+    asked = Launch(
+        job=job or "",
         args=tuple(args or ()),
-        workers=workers,
+        workers=workers if workers is not None else hosts or 1,
         processes=processes if hosts is None else hosts,
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        network=network,
         strategy=chosen,
         steps=steps,
         seed=seed,
         device=device,
-        out=folder,
         trace=trace,
         share_gpus=share_gpus,
-    ).checked()
+        policy=policy,
+        grace_s=grace,
+    )
+    if resume is not None:
+        asked = go_on(asked, resume, {"workers": workers, "args": args}, show)
+    elif job is None:
+        raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
+    path = find_job(asked.job)
+    source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
+    folder = _folder(out, path, known.check(), node_rank) if asked.out is None or out is not None else asked.out
+    spec = replace(asked, out=folder).checked()
+    workers = spec.workers
     fresh = not folder.exists()
+    if node_rank == 0:
+        describe_launch(folder, spec)
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
     try:
         with _Bar(show, steps) as bar, _site(hosts, bandwidth, link, slow, processes, nodes) as seats:
@@ -91,6 +120,11 @@ def train(
     except (UserError, JobFailedError):
         _tidy(folder, fresh)
         raise
+    except LeftError as error:
+        there = found_in(folder / "checkpoints")
+        remedy = f"; go on with `weft train --resume {folder}`" if there else ""
+        _tidy(folder, fresh)
+        raise LeftError(f"{path.stem} was {error}{remedy}") from None
     if out is None and row["strategy"] != str(known):  # the job itself chose: the folder is named after its choice
         row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
     emit(row | {"rows": [row]}, json)
@@ -118,6 +152,40 @@ def _site(
             raise JobError("nothing crossed the emulated links: the run's traffic went around them")
 
 
+def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> Launch:
+    """The same run again, from its latest whole checkpoint, but for what the command line says otherwise."""
+    alone = (resume / "manifest.json").exists()
+    run = resume.absolute().parent.parent if alone else resume
+    before = launched(run)
+    if asked.job and find_job(asked.job).resolve() != find_job(before.job).resolve():
+        raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; leave the job out, or start a new run")
+    if alone:
+        verify(resume)
+    checkpoint, _, refused = (resume, None, []) if alone else newest(run / "checkpoints")
+    for what in refused:
+        show.print(f"{what}; it is left out", markup=False)
+    show.print(f"going on after step {step_of(checkpoint)}, from {checkpoint}", markup=False)
+    workers = said["workers"] or before.workers
+    processes = asked.processes if asked.processes is not None else before.processes
+    if said["workers"] and asked.processes is None:
+        processes = None
+    return replace(
+        asked,
+        job=before.job,
+        args=tuple(said["args"] or before.args),
+        workers=workers,
+        processes=processes,
+        strategy=asked.strategy or before.strategy,
+        steps=asked.steps if asked.steps is not None else before.steps,
+        seed=before.seed if asked.seed is None else asked.seed,
+        device=asked.device if asked.device != "auto" else before.device,
+        share_gpus=asked.share_gpus or before.share_gpus,
+        policy=asked.policy or before.policy,
+        out=run,
+        resume=checkpoint.absolute(),
+    )
+
+
 def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
     if strategy is not None and system is not None:
         raise UserError("--strategy and --system both name a strategy; give one of them")
@@ -126,10 +194,10 @@ def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
     return Strategy.parse(strategy) if strategy is not None else None
 
 
-def _folder(out: Path | None, job: Path, strategy: Strategy) -> Path:
+def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> Path:
     """The folder that was asked for, if it holds no run yet; else the next free one in runs/."""
     if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if node_rank == 0 and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out {out} exists and is not an empty folder; give a new one, runs are not overwritten")
         return out
     name = f"{job.stem}-{strategy.digest}"
@@ -139,8 +207,11 @@ def _folder(out: Path | None, job: Path, strategy: Strategy) -> Path:
 
 def _tidy(folder: Path, fresh: bool) -> None:
     """A folder that was made for a run without a single step goes away with it."""
-    if not fresh or not folder.is_dir() or any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
+    if not fresh or not folder.is_dir() or found_in(folder / "checkpoints"):
         return
+    if any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
+        return
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()

@@ -24,6 +24,7 @@ from weft.profile import Profile
 from weft.runtime import folder as run_folder
 from weft.runtime.launch import Launch, Seat, launch
 from weft.runtime.pace import Slow
+from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 
 Site = Cluster | Loopback
@@ -163,6 +164,7 @@ def run(
             device="cpu",
             out=out,
             trace=trace,
+            policy=Policy(every=0),
             seats=_seats(task, site, contender, count, Path(scratch), profile_to),
             module="weft.lab.peers._child" if contender.peer else "weft.runtime.child",
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from weft.errors import JobError, UserError
 from weft.runtime import worker
+from weft.runtime.between import LEFT
 
 
 def die_with_parent() -> None:
@@ -47,6 +48,9 @@ def main() -> None:
             worker.close()
             return
         status = leaving.code if isinstance(leaving.code, int) else 1
+        if status == LEFT:  # the run was saved, and everyone leaves
+            worker.close(well=False)
+            sys.exit(LEFT)
         _leave_word("SystemExit", f"the job left with status {leaving.code}", "", user=status == 2)
     except UserError as error:
         status = 2

@@ -65,8 +65,13 @@ class Deferred:
         for params in self.buckets:
             for param in params:
                 arrive(param)
+        stepped = self.stepping
         self.under_way = self.clearing = False
         self._step = None
+        if stepped:
+            self.engine.guard.check()
+        else:
+            self.engine.guard.mark()
 
     def _touched(self, param: Late) -> None:
         if self.stepping:
@@ -85,6 +90,9 @@ class Deferred:
         began = self.engine.clock.stamp()
         if self.engine.wait(bucket):
             self.watch.held_up(began)
+        if not self.engine.fine[bucket]:
+            self.engine.finish()
+            self.engine.guard.check()
         self.awaited.discard(bucket)
         for param in self.buckets[bucket]:
             arrive(param)

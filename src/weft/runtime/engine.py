@@ -22,6 +22,7 @@ from weft.ops import Round, Spec
 from weft.profile import Seen
 from weft.runtime.book import Book
 from weft.runtime.clock import Clock, Stamp
+from weft.runtime.guard import Guard
 from weft.runtime.memory import Memory
 from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
@@ -49,6 +50,7 @@ class Engine:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
+        self.guard = Guard((), (), lossless=True)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = False
         self._error: BaseException | None = None
@@ -69,12 +71,15 @@ class Engine:
         """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
         if self._under_way or self._error:
             raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
+        self.guard.begin(step)
         self._under_way = True
         self.memory = memory
         count = len(self.timetable.buckets)
         self.marks: list[Any] = [None] * count
         self.arrived = [threading.Event() for _ in range(count)]
         self.through: list[Any] = [None] * count
+        self.fine: list[Any] = [True] * count
+        """Whether a bucket's mean is finite; on a GPU a tensor, and asking for it waits."""
         self.issued = threading.Event()
         self.spans = Spans()
         self._events.put(lambda: self._begin(step))
@@ -100,6 +105,7 @@ class Engine:
         for bucket in range(len(self.arrived)):
             self.wait(bucket)
         self._under_way = False
+        self.guard.judge(self._telling.heard())
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Everyone gets process 0's values. Where the library carries them, they queue behind this step's exchange."""
@@ -126,12 +132,16 @@ class Engine:
     def _begin(self, step: int) -> None:
         self._book = Book(self.timetable)
         self._passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
+        self._closed = len(self._passages)
 
     def _opened(self, bucket: int) -> None:
         if self.stream is not None:
             self.stream.wait_event(self.marks[bucket])
         self._passages[bucket].start()
         self._book.opened(bucket)
+        self._closed -= 1
+        if self._closed == 0:
+            self._telling = self.transport.tell_later(self.guard.words)
 
     def _issue(self) -> None:
         """Everything whose turn it is."""
@@ -145,9 +155,20 @@ class Engine:
         if self._book.done(slot):
             self._passages[slot.bucket].go_on()
             if self._book.over(slot.bucket):
+                self._look_at(slot.bucket)
                 if self.stream is not None:
                     self.through[slot.bucket] = self.stream.record_event()
                 self.arrived[slot.bucket].set()
+
+    def _look_at(self, bucket: int) -> None:
+        """A mean is there. One that is not finite goes no further, nor does what it left in a compressor's memory."""
+        mean = self.memory[-1].buckets[bucket]
+        assert mean is not None
+        self.fine[bucket] = self.guard.arrived(self.memory[-1].members[bucket], mean)
+        if self.fine[bucket] is False:
+            kept = [state.get(spec.name, {}) for state in self.states for spec in self.timetable.buckets[bucket]]
+            for tensor in (tensor for memory in kept for tensor in memory.values()):
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def again(self, act: Callable[[], None]) -> None:
         """Go on with something in this thread, from whichever thread its waiting ended in."""
@@ -174,6 +195,8 @@ class _Passage:
             memory.fill(self.bucket)
             mine = memory.buckets[self.bucket]
             assert mine is not None, "a gate opens when the bucket is full"
+            members = memory.members[self.bucket]
+            engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
             ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed)
             self.flows.append(engine.compression.exchange(mine, state, ctx))
         self._resume([None] * len(self.flows))

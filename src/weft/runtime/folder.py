@@ -8,17 +8,21 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import weft
+from weft import jobs
 from weft.errors import UserError
 from weft.ops import Spec
+from weft.runtime.launch import Launch
 from weft.runtime.record import write_json, writing
 from weft.runtime.world import World
+from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 
 
@@ -48,6 +52,66 @@ def describe(
     write_json(folder / "environment.json", environment)
 
 
+_LAUNCH = "launch.json"
+
+
+def describe_launch(folder: Path, spec: Launch) -> None:
+    """Write how the run was started, so that it can go on."""
+    policy = spec.policy
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    word = {
+        "job": spec.job if jobs.path(spec.job) else str(Path(spec.job).absolute()),
+        "args": list(spec.args),
+        "workers": spec.workers,
+        "processes": spec.processes,
+        "strategy": str(spec.strategy) if spec.strategy else None,
+        "steps": spec.steps,
+        "seed": spec.seed,
+        "device": spec.device,
+        "share_gpus": spec.share_gpus,
+        "policy": [policy.every, policy.last, policy.milestone] if policy else None,
+    }
+    write_json(folder / _LAUNCH, word)
+
+
+def launched(folder: Path) -> Launch:
+    """How a run was started."""
+    word = read_json(folder, _LAUNCH)
+    try:
+        policy = word["policy"]
+        return Launch(
+            job=_a(str, word["job"]),
+            args=tuple(_a(str, each) for each in word["args"]),
+            workers=_a(int, word["workers"]),
+            processes=_a(int | None, word["processes"]),
+            strategy=Strategy.parse(word["strategy"]) if word["strategy"] is not None else None,
+            steps=_a(int | None, word["steps"]),
+            seed=_a(int | None, word["seed"]),
+            device=_a(str, word["device"]),
+            share_gpus=_a(bool, word["share_gpus"]),
+            policy=Policy(every=policy[0], last=policy[1], milestone=policy[2]) if policy else None,
+        )
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{folder / _LAUNCH} cannot be understood: {error}; give a folder that `weft train` made"
+        ) from None
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder} holds a run that cannot be understood: {error!r}") from None
+
+
+def _a(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{str(value)[:40]!r} is not {kind}")
+    return value
+
+
 def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
     """Write what trains: the parameters' names, shapes and dtypes."""
     write_json(folder / "model.json", [[spec.name, list(spec.shape), str(spec.dtype)[6:]] for spec in specs])
@@ -56,7 +120,14 @@ def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
 def model(folder: Path) -> list[Spec]:
     """The parameters that train, in the model's order."""
     rows = read_json(folder, "model.json")
-    return [Spec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in rows]
+    try:
+        return [Spec(_a(str, name), tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype in rows]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{folder / 'model.json'} cannot be understood: {error}; give a folder of a run") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    return _a(torch.dtype, getattr(torch, _a(str, name), None))  # type: ignore[no-any-return]
 
 
 def read_json(folder: Path, name: str) -> Any:
@@ -65,7 +136,7 @@ def read_json(folder: Path, name: str) -> Any:
         return json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no {name}, so it is not a run folder; give one that `weft train` made") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / name} cannot be read: {error}") from None
 
 
@@ -77,10 +148,17 @@ def events(folder: Path) -> list[dict[str, Any]]:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event = json.loads(line)
-                by_step.setdefault(event["step"], []).append(event | {"samples": event["samples"]})
-            except (ValueError, TypeError, KeyError):
+                by_step.setdefault(_a(int, event["step"]), []).append(event | {"samples": event["samples"]})
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue  # the last line of a process that was killed
-    return [_joined(by_step[step]) for step in sorted(by_step)]
+    with _understood(folder):
+        return [_joined(_latest(by_step[step])) for step in sorted(by_step)]
+
+
+def _latest(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A step that was taken again, after the run went on from a checkpoint: as it was the last time."""
+    attempt = max(part.get("attempt", 0) for part in parts)
+    return [part for part in parts if part.get("attempt", 0) == attempt]
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,11 +186,19 @@ def summary(folder: Path) -> dict[str, Any]:
     environment, steps = read_json(folder, "environment.json"), events(folder)
     if not steps:
         raise UserError(f"{folder} holds no step; the run ended before its first")
+    with _understood(folder):
+        row = _row(folder, environment, steps)
+    if (folder / "report.json").exists():
+        row["report"] = read_json(folder, "report.json")
+    return row
+
+
+def _row(folder: Path, environment: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
     times = [event["step_s"] for event in steps[min(5, len(steps) // 2) :]]
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     samples = statistics.median(event["samples"] for event in steps)
     step_s = statistics.median(times)
-    row = {
+    return {
         "strategy": environment["strategy"],
         "workers": environment["workers"],
         "steps": len(steps),
@@ -123,6 +209,3 @@ def summary(folder: Path) -> dict[str, Any]:
         "final_loss": steps[-1].get("loss"),
         "folder": str(folder),
     }
-    if (folder / "report.json").exists():
-        row["report"] = read_json(folder, "report.json")
-    return row

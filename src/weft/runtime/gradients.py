@@ -11,6 +11,7 @@ A schedule may defer: backward then returns while means are on their way (`defer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +22,19 @@ from weft.ops import Spec
 from weft.profile import Seen
 from weft.runtime.deferred import Deferred
 from weft.runtime.engine import Engine
+from weft.runtime.guard import Guard
 from weft.runtime.lessons import Lessons
 from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
 from weft.runtime.turns import Buffers, Turns
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an earlier part of the run knew: in which order backward finishes parameters, and what a schedule saw."""
+
+    order: Sequence[str]
+    seen: Seen | None
 
 
 class Gradients:
@@ -40,6 +50,7 @@ class Gradients:
         unused: bool,
         defers: bool = False,
         folder: Path | None = None,
+        known: Known | None = None,
     ) -> None:
         named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
         self.params = [p for p in named if p.requires_grad]
@@ -54,25 +65,31 @@ class Gradients:
         self.defers = defers
         self.deferred = Deferred(engine, watch)
         self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
-        self._start_out()
+        self.guard = engine.guard = Guard(self.names, self.params, lossless=engine.compression.lossless)
+        self.seen: Seen | None = None
+        self._start_out(known)
         for index, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _start_out(self) -> None:
+    def _start_out(self, known: Known | None) -> None:
         """The last parameter first, unless an earlier part of the run has seen more."""
-        seen = self.lessons.recall() if self.lessons else None
-        order = list(reversed(range(len(self.params))))
-        self.replayed = seen is not None
+        names: Sequence[str] = list(reversed(self.names))
+        seen = None
+        if known is not None:
+            names, seen = known.order, known.seen if self.lessons else None
+        if self.lessons and seen is None and (seen := self.lessons.recall()):
+            names = list(seen.ready_s)
+        self.replayed = known is not None or seen is not None
         if seen is not None:
             self.lessons = None
-            index = {name: i for i, name in enumerate(self.names)}
-            order = [index[name] for name in seen.ready_s]
-        self._lay_out(order, seen)
+        index = {name: i for i, name in enumerate(self.names)}
+        self._lay_out([index[name] for name in names], seen)
 
     def _lay_out(self, order: Sequence[int], seen: Seen | None = None) -> None:
         """Buckets in the order in which backward finishes parameters; one set of memory per carried worker."""
+        self.seen = seen
         specs = [Spec(self.names[i], tuple(self.params[i].shape), self.params[i].dtype) for i in order]
         self.engine.timetable = self.engine.plan(specs, seen)
         self.finished = list(order)
@@ -214,6 +231,8 @@ class Gradients:
                 self.deferred.begin([[self.params[i] for i in members] for members in self.members])
             else:
                 self._settle()
+            if not defer:
+                self.guard.mark()
             self.order = []
             self.turns.used = set()
             self.turns.exchanged()

@@ -5,6 +5,7 @@ Nothing is left behind: no process (they die with the launcher, even by SIGKILL)
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
@@ -14,9 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +28,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft import jobs
 from weft.errors import JobError, UserError, WeftError, nearest
+from weft.runtime.between import LEFT
+from weft.runtime.world import check_network
+from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 
 _GRACE_S = 2.0
@@ -51,6 +56,8 @@ class Launch:
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
+    network: str = "untrusted"
+    """What lies between the nodes: `trusted` where nobody else is on it."""
     strategy: Strategy | None = None
     steps: int | None = None
     seed: int | None = None
@@ -58,6 +65,12 @@ class Launch:
     out: Path | None = None
     trace: bool = False
     share_gpus: bool = False
+    policy: Policy | None = None
+    """When to save and what to keep; None: as the job says."""
+    resume: Path | None = None
+    """A checkpoint to go on from."""
+    grace_s: float = 0.0
+    """How long the processes may take to save and leave when the launcher is asked to end."""
     seats: tuple[Seat, ...] = ()
     """One for each process, where they sit on hosts of their own; empty: all of them here."""
     module: str = "weft.runtime.child"
@@ -76,6 +89,11 @@ class Launch:
             raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
         if self.nodes > 1 and not self.rendezvous:
             raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
+        if self.network not in ("trusted", "untrusted"):
+            raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
+        host = self.rendezvous.rpartition(":")[0]
+        if self.nodes > 1 and host and self.network != "trusted":
+            check_network(host)
         if count % self.nodes:
             raise UserError(f"{count} processes cannot be divided among {self.nodes} nodes; choose a multiple")
         gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
@@ -120,6 +138,10 @@ class JobFailedError(WeftError):
         self.traceback, self.status = traceback, status
 
 
+class LeftError(WeftError):
+    """The launcher was asked to end, and the run left with it."""
+
+
 @dataclass
 class _Child:
     rank: int
@@ -131,22 +153,46 @@ class _Child:
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
     """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
     job = find_job(spec.job)
+    with _scratch() as folder, _ended() as children, _meeting_point(spec, folder) as meeting:
+        progress, progress_in = os.pipe()
+        try:
+            for child in _start(spec, job, folder, meeting, progress_in):
+                children.append(child)
+        finally:
+            os.close(progress_in)
+        with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
+            _attend(children, pipe, on_line, on_progress)
+        if asked.is_set():
+            saved = all(child.process.poll() in (0, LEFT) for child in children)
+            raise LeftError("stopped, after it was saved" if saved else "stopped, before it could be saved")
+        _judge(children, folder)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary folder, held by a lock. Those whose launcher was killed go with the next launch."""
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
+    try:
+        with (folder / "held").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "held").rename(folder / "lock")
+            for left in folder.parent.glob("weft-*/lock"):
+                with suppress(OSError), left.open("rb") as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left.parent, ignore_errors=True)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ended() -> Iterator[list[_Child]]:
+    """Processes that are all gone in the end."""
     children: list[_Child] = []
     try:
-        with _meeting_point(spec, folder) as meeting:
-            progress, progress_in = os.pipe()
-            try:
-                for child in _start(spec, job, folder, meeting, progress_in):
-                    children.append(child)
-            finally:
-                os.close(progress_in)
-            with os.fdopen(progress, "rb", buffering=0) as pipe:
-                _attend(children, pipe, on_line, on_progress)
-            _judge(children, folder)
+        yield children
     finally:
         _end(children)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
@@ -166,6 +212,12 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             "WEFT_SEED": spec.seed,
             "WEFT_OUT": spec.out,
             "WEFT_TRACE": "1" if spec.trace else None,
+            "WEFT_JOB": job,
+            "WEFT_NETWORK": spec.network if spec.nodes > 1 else None,
+            "WEFT_RESUME": spec.resume,
+            "WEFT_SAVE_EVERY": spec.policy.every if spec.policy else None,
+            "WEFT_KEEP_LAST": spec.policy.last if spec.policy else None,
+            "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
             "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
             "WEFT_PROGRESS_FD": progress if rank == 0 else None,
         }
@@ -251,11 +303,40 @@ def _attend(
                 _relay(speaker, key.fd, chunk, on_line)
         for child in children:
             child.ended = child.ended or child.process.poll() is not None
-        if any(child.process.returncode for child in children):
+        if any(child.process.returncode not in (None, 0, LEFT) for child in children):
             time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
             _drain(children, pipes, on_line)
             return
     _drain(children, pipes, on_line)
+
+
+@contextmanager
+def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threading.Event]:
+    """On SIGTERM let every process save and leave, for as long as the grace period lasts; a second one ends it."""
+    asked = threading.Event()
+    if not grace_s or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(*_: Any) -> None:
+        if asked.is_set():
+            raise LeftError("stopped at once: it was asked to twice")
+        asked.set()
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+        for child in children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+
+    def over(*_: Any) -> None:
+        raise LeftError(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
+
+    usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
+    try:
+        yield asked
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGALRM, timer)
 
 
 def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:

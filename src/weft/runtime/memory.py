@@ -24,6 +24,8 @@ class Memory:
         self.params, self.members = params, members
         self.leads = leads  # `.grad` follows, as it does for the last of several carried workers
         self._waiting: dict[int, tuple[Tensor, float]] = {}
+        self.looked_at: dict[int, bool] = {}
+        """Whether a gradient is finite, where that was seen when it was weighed."""
         self.alone: dict[int, tuple[int, Spec]] = {}
         self.buckets: list[Bucket | None] = [None] * len(members)
         self._views: dict[int, Tensor] = {}
@@ -60,6 +62,8 @@ class Memory:
         view = self._views[index]
         if share == 0.0:
             view.zero_()
+        elif share != 1.0 and view.dtype in _LOOKED_AT and not view.is_cuda:
+            self.looked_at[index] = _weigh(view, share)
         elif share != 1.0:
             view.mul_(share)
 
@@ -99,6 +103,16 @@ class Memory:
         for index, (b, _) in self.alone.items():
             self._views.pop(index, None)
             self.buckets[b] = None
+
+
+_LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _weigh(grad: Tensor, share: float) -> bool:
+    """Multiply by a share, and say whether all values are finite, in one pass over memory."""
+    found = torch.zeros(1, dtype=torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor(share, dtype=torch.float32))
+    return not found.item()
 
 
 def _shaped(part: Tensor, param: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run leaves behind while it goes: one event per step, in the run folder, at next to no cost.
 
     strategy.toml  environment.json  model.json  events-<process>.jsonl  report.json
+    checkpoints/ (see store/checkpoint)  resumed.jsonl (where the run went on after an end)
     seen.json (where a schedule learns from the first steps)  trace-<process>.json (on request)
 
 An event's phases, in seconds: forward; backward (with the loss); encode and decode (compressing and adding up, in the
@@ -10,12 +11,13 @@ computes); optimizer.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -46,6 +48,7 @@ class Watch:
         self.began = began
         self.forward: list[Stamp] = []
         self.backward: list[tuple[Stamp, Stamp]] = []
+        self.save_s: float | None = None
         self.late, self.late_updates = self.waited, self.updates
         """What the loop waits for from now on may still belong to the step that has just been handed over."""
         self.waited, self.updates = [], []
@@ -90,6 +93,10 @@ class Watch:
         if self.recorder:
             self.late_updates.append((began, self.clock.stamp()))
 
+    def saved(self, held_up_s: float) -> None:
+        """A checkpoint was taken before the step that is about to begin."""
+        self.save_s = held_up_s
+
     def optimizer_began(self) -> None:
         self._fresh()
         if self.recorder:
@@ -116,6 +123,8 @@ class Watch:
             "step": [(self.began, ended)],
         }
         self._handed_over = True
+        if self.save_s is not None:
+            self.values["save_s"] = [(1.0, self.save_s)]
         self.recorder.add(step, stamps, sent, samples, self.values)
         self._reset(ended)
 
@@ -138,12 +147,14 @@ class Recorder:
         """What progress needs to know beside the event."""
         self.marks: set[int] = set()
         """Steps whose end is told at once: somebody reads counters then."""
+        self.attempt = 0
+        """How often the run has gone on after an end; a step that was taken again counts as it was the last time."""
         self._flushed = time.monotonic()
         self._file = None
         if folder is not None:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._file = (folder / f"events-{process}.jsonl").open("a", encoding="utf-8")
+                self._file = open_lines(folder / f"events-{process}.jsonl")
 
     def add(self, step: int, stamps: dict[str, Any], sent: float, samples: int, values: Values) -> None:
         if step in self.marks and self.tell:
@@ -185,6 +196,7 @@ class Recorder:
         event |= {"decode_s": length(at["decode"]), "optimizer_s": length(at["optimizer"]) + length(at["update"])}
         event = {key: round(value, 7) if isinstance(value, float) else value for key, value in event.items()}
         event |= {"wire_bytes": round(sent), "samples": samples}
+        event |= {"attempt": self.attempt} if self.attempt else {}
         return event | {key: _mean(entries) for key, entries in values.items()}
 
 
@@ -208,6 +220,28 @@ def write_json(path: Path, value: Any) -> None:
     """A small file, readable by people."""
     with writing(path.parent):
         path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def open_lines(path: Path) -> IO[str]:
+    """A file of lines, to be gone on with; a last line that was cut off stays one of its own."""
+    file = path.open("a+b")
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return io.TextIOWrapper(file, encoding="utf-8")
+
+
+def append_line(path: Path, value: Any) -> None:
+    with writing(path.parent), open_lines(path) as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def lines_in(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def progress_pipe() -> Callable[[dict[str, Any]], None] | None:

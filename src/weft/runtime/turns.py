@@ -21,6 +21,7 @@ class Turns:
     def __init__(self, layout: Layout, seed: int) -> None:
         self.ranks = layout.carried()
         self.count = len(self.ranks)
+        self.workers = layout.workers
         self.even = 1.0 / layout.workers
         self.turn = 0
         self.step = 0
@@ -101,6 +102,15 @@ class Turns:
             torch.manual_seed(stream_seed(self._seed, rank))
             self._streams.insert(0, _rng_state())
 
+    def streams(self) -> list[list[torch.Tensor]]:
+        """Each carried worker's random numbers, between steps."""
+        return [_rng_state(), *self._streams[1:]]
+
+    def set_streams(self, streams: list[list[torch.Tensor] | None]) -> None:
+        """Go on with these; None: as it is."""
+        self._streams = [new or old for new, old in zip(streams, self.streams(), strict=True)]
+        _set_rng_state(self._streams[0])
+
 
 class Buffers:
     """BatchNorm's and other buffers: after every step all workers have those of logical worker 0.
@@ -137,11 +147,11 @@ def stream_seed(seed: int, rank: int) -> int:
 
 
 def _rng_state() -> list[torch.Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]
 
 
 def _set_rng_state(state: list[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
+    if len(state) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[1])

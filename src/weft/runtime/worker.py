@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType
@@ -35,17 +36,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
+from weft.runtime.between import BetweenSteps, policy_here
 from weft.runtime.choose import choose_strategy
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
 from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
+from weft.runtime.guard import not_finite, refusal
 from weft.runtime.pace import Pace
 from weft.runtime.piecewise import Piecewise, obstacle
+from weft.runtime.reading import Reading
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
+from weft.runtime.saving import Parts
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.turns import Turns
 from weft.runtime.world import World
+from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.collective import Processes
 
@@ -59,11 +65,14 @@ def init(
     seed: int | None = None,
     device: str | None = None,
     out: str | Path | None = None,
+    save_every: int | None = None,
+    resume: str | Path | None = None,
 ) -> Run:
     """Join the run that this process belongs to; alone, a run of one worker.
 
     What the command line says (`weft train`) goes before what is said here. `steps` bounds the optimizer steps of
-    `run.shard`; `seed` seeds torch, numpy and random.
+    `run.shard`; `seed` seeds torch, numpy and random. A run with a folder `out` saves itself every `save_every` steps,
+    and when it ends; 0: never. `resume` is a checkpoint to go on from.
     """
     global _current, joined
     if _current is not None:
@@ -77,6 +86,8 @@ def init(
         seed=int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0,
         device=env.get("WEFT_DEVICE") or device or "auto",
         out=env.get("WEFT_OUT") or out,
+        policy=policy_here(save_every),
+        resume=env.get("WEFT_RESUME") or resume,
     )
     return _current
 
@@ -88,17 +99,26 @@ wrapper: Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]] | None = 
 """Somebody else's way of distributing, in place of the strategy: the lab runs jobs under PyTorch's own wrappers."""
 
 
-def close() -> None:
+def close(*, well: bool = True) -> None:
     """Close the present run, if there is one."""
     if _current is not None:
-        _current.close()
+        _current.close(well=well)
 
 
 class Run:
     """One process's part of a training run."""
 
     def __init__(
-        self, *, world: World, strategy: Strategy, steps: int | None, seed: int, device: str, out: str | Path | None
+        self,
+        *,
+        world: World,
+        strategy: Strategy,
+        steps: int | None,
+        seed: int,
+        device: str,
+        out: str | Path | None,
+        policy: Policy | None = None,
+        resume: str | Path | None = None,
     ) -> None:
         self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
         self.device = world.device(device)
@@ -114,12 +134,26 @@ class Run:
         self._clock = Clock(self.device)
         self._recorder = self._record()
         self._watch = Watch(self._clock, self._recorder)
+        self._reading = Reading()
+        self._between = BetweenSteps(
+            strategy=strategy,
+            steps=steps,
+            seed=seed,
+            folder=self.folder,
+            asked_for=policy,
+            resume=Path(resume) if resume else None,
+            turns=self._turns,
+            reading=self._reading,
+            transport=self._transport,
+            watch=self._watch,
+            timeout_s=timeout_s,
+        )
         self._gradients: Gradients | None = None
         self._model: nn.Module | None = None
         self._followed = False
         self._report: dict[str, Any] = {}
         self._closed = False
-        atexit.register(self.close)
+        atexit.register(self._exit)
 
     # --- where I am -------------------------------------------------------------------------------------------------
 
@@ -147,20 +181,23 @@ class Run:
     def distribute(self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False) -> Any:
         """Make model and optimizer part of the run; returns the same objects.
 
-        `followers` are what steps along: schedulers, a GradScaler. `unused=True` where parameters may get a gradient
-        in one step and none in another.
+        `followers` are what steps along and is kept in checkpoints: schedulers, a GradScaler, an average of the
+        weights, a torch.Generator; whatever has a state_dict. `unused=True` where parameters may get a gradient in one
+        step and none in another.
         """
         if self._model is not None:
             raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
         self._model = model
         _check_model(model, optimizer, self)
+        specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
         if self.folder is not None and self.is_main:
-            named = model.named_parameters()
-            describe_model(self.folder, [Spec(n, tuple(p.shape), p.dtype) for n, p in named if p.requires_grad])
+            describe_model(self.folder, specs)
         Pace(self.seed, self.world.process, lambda: self.step).attach(model, optimizer)
         if wrapper is None:
             keep_memory()
             self._transport.spread([*model.parameters(), *model.buffers()])
+        parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
+        known = self._between.open(parts, specs, self._recorder)
         if not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
@@ -173,7 +210,9 @@ class Run:
                 unused=unused,
                 defers=self._may_defer(model, optimizer),
                 folder=self.folder,
+                known=known,
             )
+            parts.gradients = self._gradients
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
         if self._recorder and not hasattr(model, "_orig_mod"):
@@ -184,6 +223,7 @@ class Run:
             self._follow(follower)
         self._check_scheduler(optimizer)
         self._turns.part_streams()
+        self._between.opened()
         if wrapper is not None:
             model, optimizer = wrapper(model, optimizer)
         return (model, optimizer, *followers)
@@ -194,8 +234,10 @@ class Run:
         Batches are dealt to the workers in turn. `epochs=None` goes round until the run's steps are used up.
         `own=True`: the loader already holds only this worker's data; lengths may differ.
         """
-        dealer = Dealer(workers=self.workers, turns=self._turns, transport=self._transport, seed=self.seed)
-        return Shard(dealer, loader, epochs, own, lambda: self.steps is not None and self.step >= self.steps)
+        dealer = Dealer(
+            workers=self.workers, turns=self._turns, transport=self._transport, reading=self._reading, seed=self.seed
+        )
+        return Shard(dealer, loader, epochs, own, self._between)
 
     def log(self, **values: float | Tensor) -> None:
         """Values of this step for the run folder; tensors are read later, so the device is not held up."""
@@ -224,17 +266,22 @@ class Run:
         """Final figures for the summary, such as a held-out loss."""
         self._report |= {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
 
-    def close(self) -> None:
+    def save(self) -> None:
+        """Save the run now, between two steps; in a loop over `run.shard` this happens by itself."""
+        self._between.save()
+
+    def close(self, *, well: bool = True) -> None:
         """Write what is left and leave the group. Runs at exit by itself."""
         global _current
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._exit)
         if _current is self:
             _current = None
         try:
             self._flush()
+            self._between.close(well=well)
             if self._recorder:
                 self._recorder.close()
             if self._report and self.folder and self.is_main:
@@ -246,6 +293,9 @@ class Run:
                 dist.destroy_process_group()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _exit(self) -> None:
+        self.close(well=getattr(sys, "last_value", None) is None)
 
     def _record(self) -> Recorder | None:
         tell = progress_pipe() if self.is_main else None
@@ -275,6 +325,7 @@ class Run:
             turns.asked = True
             if not turns.complete:
                 return None
+            self._check_finite(optimizer)
             self._watch.optimizer_began()
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
@@ -304,6 +355,18 @@ class Run:
         # bound methods, as a scheduler that is made later expects them
         optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _check_finite(self, optimizer: Optimizer) -> None:
+        """NaN and infinity stop here; a scaler's fused step looks for itself."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            return
+        if self._gradients is not None:
+            self._gradients.guard.check()
+            return
+        assert self._model is not None
+        name = not_finite(self._model.named_parameters())
+        if name is not None:
+            raise refusal(f"the gradient of {name} is not finite", self.step)
 
     def _flush(self) -> None:
         if self._gradients is not None:

@@ -31,6 +31,8 @@ class World:
     store: str = ""
     """A rendezvous file; empty: by the environment's address and port."""
     shared_gpus: bool = False
+    trusted: bool = False
+    """Whether the user says that nobody else is on the network between the hosts."""
     forced: bool = False
     """Exchange for real even with nobody else, to measure what that costs."""
 
@@ -45,6 +47,7 @@ class World:
                 workers=int(env.get("WEFT_WORKERS", processes)),
                 store=env.get("WEFT_STORE", ""),
                 shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
+                trusted=env.get("WEFT_NETWORK") == "trusted" or env.get("LOCAL_WORLD_SIZE") == str(processes),
                 forced=env.get("WEFT_FORCE") == "1",
             )
         except ValueError as error:
@@ -90,6 +93,8 @@ class World:
             method = f"file://{Path(self.store).absolute()}"
             rank, size = self.process, self.processes
         elif "MASTER_ADDR" in os.environ:
+            if not self.trusted:
+                check_network(os.environ["MASTER_ADDR"])
             method, rank, size = "env://", self.process, self.processes
             name = interface_towards(os.environ["MASTER_ADDR"])
             if name:
@@ -114,6 +119,19 @@ class World:
         if found is None and not self.store:
             found = address_towards(os.environ["MASTER_ADDR"])
         return found or "127.0.0.1"
+
+
+def check_network(host: str) -> None:
+    """Refuse to meet on another host, unless the user has said that the network in between is trusted."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        found = {host}
+    if not all(address == "::1" or address.startswith("127.") for address in found):
+        raise UserError(
+            f"gradients would go to {host} and back unencrypted, and the network is not known to be trusted; if nobody "
+            "else is on it, say --network trusted, or WEFT_NETWORK=trusted under another launcher"
+        )
 
 
 def address_of(interface: str) -> str | None:

@@ -275,21 +275,44 @@ class Processes:
         """Everyone's numbers, by process: the same count from each."""
         if not self.connected or not values:
             return [list(values) for _ in range(self.layout.processes)]
+        if self.mesh is not None:
+            return _tell(self.mesh, self.layout, values, _AGREEMENT).heard()
         mine = torch.tensor(list(values), dtype=torch.int64, device="cuda" if self.nccl else "cpu")
         rows = [torch.empty_like(mine) for _ in range(self.layout.processes)]
-        if self.mesh is None:
-            Library([dist.all_gather(rows, mine, async_op=True)]).wait()
-        else:
-            me = self.layout.process
-            rows[me] = mine
-            others = [p for p in range(self.layout.processes) if p != me]
-            given, got = [(p, raw(mine)) for p in others], [(p, raw(rows[p])) for p in others]
-            self.mesh.post(given, got, _AGREEMENT).wait()
+        Library([dist.all_gather(rows, mine, async_op=True)]).wait()
         return [row.tolist() for row in rows]
+
+    def tell_later(self, values: Callable[[], Sequence[int]]) -> Telling:
+        """The same beside a step's exchange: everyone's numbers when they are asked for."""
+        if self.mesh is not None:
+            return _tell(self.mesh, self.layout, values(), _STATUS)
+        return Telling(lambda: self.tell(values()))
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Numbers that are on their way."""
+
+    heard: Callable[[], list[list[int]]]
+    """Everyone's, by process; waits for them."""
+
+
+def _tell(mesh: Mesh, layout: Layout, values: Sequence[int], tag: int) -> Telling:
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    rows = [mine if p == layout.process else torch.empty_like(mine) for p in range(layout.processes)]
+    others = [p for p in range(layout.processes) if p != layout.process]
+    parcel = mesh.post([(p, raw(mine)) for p in others], [(p, raw(rows[p])) for p in others], tag)
+
+    def heard() -> list[list[int]]:
+        parcel.wait()
+        return [row.tolist() for row in rows]
+
+    return Telling(heard)
 
 
 _AGREEMENT = 2**63
 """The tag of what is not a bucket's."""
+_STATUS = _AGREEMENT + 1
 _RELAYED = 2**20
 
 

@@ -1,0 +1,231 @@
+"""What a run does between a loop's steps: go on where an earlier part of it stopped, save, and leave when asked to.
+
+Between two steps means: when the loop asks for its next batch. Whatever it does after `step()` (schedulers, averages,
+`zero_grad`) has happened by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UserError
+from weft.ops import Spec
+from weft.profile import Seen
+from weft.runtime.gradients import Known
+from weft.runtime.reading import Epoch, Reading
+from weft.runtime.record import Recorder, Watch, append_line, lines_in, writing
+from weft.runtime.saving import (
+    Parts,
+    Saved,
+    Saving,
+    check_same_job,
+    conversions,
+    expect_clearing,
+    open_saved,
+    put_back,
+    put_back_reading,
+    put_back_workers,
+    strangers,
+)
+from weft.runtime.turns import Turns
+from weft.store.checkpoint import Policy, tidy
+from weft.strategy import Strategy
+from weft.transport.collective import Processes
+
+log = logging.getLogger(__name__)
+
+LEFT = 128 + signal.SIGTERM
+"""The exit status of a run that was asked to leave, and could save before it did."""
+_SHARED_WITHIN_S = 3.0
+
+
+@dataclass(kw_only=True)
+class BetweenSteps:
+    """One process's part in saving a run and going on with it."""
+
+    strategy: Strategy
+    steps: int | None
+    seed: int
+    folder: Path | None
+    asked_for: Policy | None
+    """When to save; None: nobody said, and what cannot be saved is no reason to stop."""
+    resume: Path | None
+    """A checkpoint to go on from."""
+    turns: Turns
+    reading: Reading
+    transport: Processes
+    watch: Watch
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.policy = self.asked_for or Policy()
+        self.asked = False
+        """Whether this process was asked to leave."""
+        self._saving: Saving | None = None
+        self._saved: Saved | None = None
+        self._job: dict[str, Any] = {}
+        self._known = False
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> Known | None:
+        """Before anything is distributed: what an earlier part of the run left, put back."""
+        self.parts = parts
+        kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
+        name = Path(os.environ.get("WEFT_JOB", "")).stem
+        self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
+        if self.folder is not None and self.policy.every:
+            self._prepare(self.folder / "checkpoints")
+        if self.resume is None:
+            return None
+        saved = self._saved = open_saved(self.resume, self.transport.layout)
+        check_same_job(saved, specs, parts.optimizer)
+        put_back(parts, saved)
+        put_back_reading(self.reading, saved, self.turns)
+        expect_clearing(parts.module, saved)
+        self._say(saved, recorder)
+        order, seen = saved.common["order"], saved.common["seen"]
+        return Known(order, Seen.of(seen) if seen else None) if order else None
+
+    def opened(self) -> None:
+        """Everything is distributed: the workers' own state."""
+        if self._saved is not None:
+            put_back_workers(self.parts, self._saved, self.strategy)
+            if self._saved.common["epoch"] is None:
+                self._saved = None
+
+    def _prepare(self, root: Path) -> None:
+        """Clear what a killed writer left, and agree on a name that nothing of an earlier part of the run has."""
+        layout, number = self.transport.layout, secrets.randbits(48)
+        if layout.process == 0:
+            with writing(root):
+                root.mkdir(parents=True, exist_ok=True)
+                tidy(root)
+                (root / f".meet-{number:012x}").touch()
+        token = f"{self.transport.tell([number])[0][0]:012x}"
+        here = _appears(root / f".meet-{token}")
+        everywhere = all(row[0] for row in self.transport.tell([int(here)]))
+        if layout.process == 0:
+            (root / f".meet-{token}").unlink()
+        if not everywhere:
+            what = f"not every process sees {root}, so nothing can be saved; give a folder on a shared disk with --out"
+            if self.asked_for:
+                raise UserError(what)
+            log.warning("%s", what)
+            return
+        self._saving = Saving(root, layout, self.policy, token, self.timeout_s)
+        usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if usual and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+        if self.parts.gradients is not None:
+            self.parts.gradients.guard.asked = True
+
+    def _say(self, saved: Saved, recorder: Recorder | None) -> None:
+        """Leave word of it in the run folder, and on the terminal."""
+        step, layout = saved.manifest.step, self.transport.layout
+        for what in conversions(saved, layout.workers, self.strategy):
+            log.warning("%s", what)
+        log.info("going on after step %d, from %s", step, saved.folder)
+        attempt = 0
+        if self.folder is not None and layout.process == 0:
+            attempt = lines_in(self.folder / "resumed.jsonl") + 1
+            word = {"attempt": attempt, "step": step, "from": saved.folder.name, "processes": layout.processes}
+            append_line(self.folder / "resumed.jsonl", word | {"strategy": str(self.strategy)})
+        attempt = self.transport.tell([attempt])[0][0]
+        if recorder is not None:
+            recorder.attempt = attempt
+
+    # --- between two steps --------------------------------------------------------------------------------------------
+
+    def enough(self) -> bool:
+        return self.steps is not None and self.turns.step >= self.steps
+
+    def resumed(self, epoch: Epoch) -> None:
+        saved = self._saved
+        if saved is not None and epoch.number == saved.common["epoch"]:
+            put_back(self.parts, saved)
+            put_back_workers(self.parts, saved, self.strategy)
+            self._saved = None
+
+    def stepped(self, epoch: Epoch) -> None:
+        if self._saving is None or not self.policy.every:
+            return
+        self._look_around()
+        gradients = self.parts.gradients
+        leaving = gradients.guard.leaving if gradients is not None else self.asked
+        if leaving or self.enough() or self.policy.due(self.turns.step):
+            self.save(epoch)
+        if leaving:
+            self._saving.finish()
+            raise SystemExit(LEFT)
+
+    def _look_around(self) -> None:
+        """Whether all that steps along is known; a checkpoint that misses something would be a wrong one."""
+        stranger = strangers(self.parts) if not self._known else None
+        self._known = True
+        if stranger is None:
+            return
+        what = (
+            f"a {stranger} steps along that the run does not know, and a checkpoint would miss it; pass it along: "
+            "model, optimizer, it = run.distribute(model, optimizer, it)"
+        )
+        if self.asked_for:
+            raise UserError(f"{what}, or say --save-every 0")
+        log.warning("%s. No checkpoints until then", what)
+        self.policy = Policy(every=0)
+
+    def save(self, epoch: Epoch | None = None) -> None:
+        """Save the run as it is now; all processes do, at the same step."""
+        if self._saving is None:
+            return
+        self._look_around()
+        if not self.policy.every or self._saving.last == self.turns.step:
+            return
+        epoch = epoch or next((each for each in reversed(self.reading.epochs) if not each.over), None)
+        if self.parts.gradients is not None:
+            self.parts.gradients.flush()
+        if self.watch.recorder is not None:
+            self.watch.recorder.flush()  # what goes on from here has its history
+        about = {"workers": self.turns.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}
+        self.watch.saved(self._saving.save(self.parts, epoch, about))
+
+    def close(self, *, well: bool) -> None:
+        """The end of the run: where it ended well, its last state is kept."""
+        if self._saving is None:
+            return
+        if well and self.turns.step > 0 and self.turns.turn == 0 and self._saved is None:
+            self.save()
+            self._saving.finish()
+        else:
+            self._saving.wait()
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or will be soon: disks of other machines take a moment."""
+    until = time.monotonic() + _SHARED_WITHIN_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return path.exists()
+
+
+def policy_here(every: int | None) -> Policy | None:
+    """What the environment says, or the call; None: nobody said anything."""
+    env = os.environ
+    try:
+        chosen = int(env["WEFT_SAVE_EVERY"]) if "WEFT_SAVE_EVERY" in env else every
+        keep = {"last": int(env.get("WEFT_KEEP_LAST", 2)), "milestone": int(env.get("WEFT_KEEP_EVERY", 0))}
+    except ValueError as error:
+        raise UserError(f"WEFT_SAVE_EVERY, WEFT_KEEP_LAST or WEFT_KEEP_EVERY is not a whole number: {error}") from None
+    return None if chosen is None else Policy(every=chosen, **keep)
