@@ -1,0 +1,359 @@
+"""Going on as a user does: `weft train --resume`, what it says, what it refuses, and what stays intact."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import weft
+from tests.net import ordinary
+from tests.process.faults import calls_of, kill_at_call
+from tests.process.harness import ChildError, spawn
+from tests.process.test_launch import WEFT, gone, scratch
+from tests.process.test_launch import weft as command
+from weft.runtime.folder import events
+from weft.store.checkpoint import Manifest, Policy, aside, contribute, found_in, newest, prune, publish, tidy, verify
+
+__all__ = ["scratch"]
+
+JOB = """
+import json, os, sys, time
+import torch, weft
+from torch import nn
+
+run = weft.init(steps=40)
+torch.manual_seed(run.seed)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+noise = torch.Generator().manual_seed(run.rank)
+model, optimizer, scheduler, noise = run.distribute(model, optimizer, scheduler, noise)
+data = [torch.full((3, 4), float(i)) for i in range(24)]
+for x in run.shard(data, epochs=None):
+    {body}
+    loss = (model(x + 0.1 * torch.rand(x.shape, generator=noise)) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    run.log(loss=loss)
+sys.stdout.write(" ".join(p.sum().item().hex() for p in model.parameters()) + "\\n")
+"""
+
+
+def script(folder: Path, body: str = "time.sleep(0.02)", name: str = "job.py") -> Path:
+    path = folder / name
+    path.write_text(JOB.format(body=body))
+    return path
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder)]
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a job says of its final parameters."""
+    return next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[0]"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
+    """The uninterrupted run: losses and final parameters."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = command("train", script(folder, "pass"), "-n", 2, "--out", "run", "--save-every", 10, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "run"), last_words(done)
+
+
+def started(folder: Path, *args: Any) -> subprocess.Popen[str]:
+    line = [*WEFT, "train", "job.py", "-n", "2", "--out", "run", *map(str, args)]
+    return subprocess.Popen(
+        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def until(condition: Any, within_s: float = 40) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, number: int) -> None:
+    """SIGKILL for the launcher, at a random moment after the first save; its processes die with it."""
+    script(scratch)
+    launcher = started(scratch, "--save-every", 5)
+    until(lambda: found_in(scratch / "run/checkpoints"))
+    time.sleep(random.Random(number).uniform(0.0, 0.4))
+    launcher.kill()
+    launcher.communicate()
+    assert gone(scratch)
+    done = command("train", "--resume", "run", cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert (losses(scratch / "run"), last_words(done)) == whole
+    word = json.loads((scratch / "run/resumed.jsonl").read_text().splitlines()[-1])
+    assert word["attempt"] == 1 and word["step"] % 5 == 0
+
+
+def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
+    script(scratch)
+    launcher = started(scratch, "--save-every", 1000)
+    until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143 and "job was stopped, after it was saved; go on with `weft train --resume" in said
+    assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
+    done = command("train", "--resume", "run", cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert (losses(scratch / "run"), last_words(done)) == whole
+
+
+def test_a_run_that_is_through_goes_on_with_more_steps(scratch: Path) -> None:
+    script(scratch, "pass")
+    options = ("-n", 2, "--save-every", 1000)
+    longer = command("train", "job.py", *options, "--out", "one", "--steps", 33, cwd=scratch)
+    assert command("train", "job.py", *options, "--out", "two", "--steps", 20, cwd=scratch).returncode == 0
+    again = command("train", "--resume", "two", "--steps", 33, "--json", "-", cwd=scratch)
+    assert again.returncode == 0, again.stderr
+    assert losses(scratch / "one") == losses(scratch / "two") and len(losses(scratch / "two")) == 33
+    assert longer.returncode == 0
+
+
+def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Path) -> None:
+    script(scratch, "pass")
+    topk = "bsp / direct / error_feedback(topk(ratio=0.5))"
+    assert (
+        command("train", "job.py", "-n", 4, "--out", "run", "--steps", 5, "--strategy", topk, cwd=scratch).returncode
+        == 0
+    )
+    dense = command("train", "--resume", "run", "--steps", 8, "--strategy", "bsp / ring", cwd=scratch)
+    assert dense.returncode == 0, dense.stderr
+    assert "error_feedback(topk(ratio=0.5)) has become dense: what was owed is lost" in dense.stdout
+    fewer = command("train", "--resume", "run", "--steps", 12, "-n", 2, cwd=scratch)
+    assert fewer.returncode == 0, fewer.stderr
+    assert "4 workers have become 2" in fewer.stdout
+
+
+def test_checkpoints_are_readable_without_weft(scratch: Path) -> None:
+    script(scratch, "pass")
+    done = command("train", "job.py", "-n", 2, "--out", "run", "--save-every", 15, "--keep-last", 3, cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert [folder.name for folder in found_in(scratch / "run/checkpoints")] == [f"step-{n:08d}" for n in (40, 30, 15)]
+    last = scratch / "run/checkpoints/step-00000040"
+    state: dict[str, torch.Tensor] = {}
+    for file in last.glob("model-*.safetensors"):
+        state |= load_file(file)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
+    model.load_state_dict(state)
+    assert last_words(done) == "[0] " + " ".join(p.sum().item().hex() for p in model.parameters())
+    told = subprocess.run(["sha256sum", "-c", "manifest.sha256"], cwd=last, capture_output=True, text=True, check=True)
+    assert told.stdout == "manifest.json: OK\n"
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    script(folder, "pass")
+    done = command("train", "job.py", "-n", 2, "--out", "run", "--save-every", 20, "--steps", 40, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def refused(folder: Path, *args: Any) -> str:
+    done = command("train", *args, cwd=folder)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("weft: ") and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
+    assert "has no launch.json, so it is not a run folder" in refused(saved, "--resume", "nowhere")
+    assert "nothing to train" in refused(saved)
+    script(saved, name="other.py")
+    assert "is a run of" in refused(saved, "other.py", "--resume", "run")
+    assert "--keep-last is 0" in refused(saved, "job.py", "--keep-last", 0)
+    changed = (
+        JOB.format(body="pass").replace("nn.Linear(4, 8)", "nn.Linear(4, 9)").replace("nn.Linear(8,", "nn.Linear(9,")
+    )
+    before = (saved / "job.py").read_text()
+    try:
+        (saved / "job.py").write_text(changed)
+        assert "is a checkpoint of another job: 0.weight has the shape [8, 4] there" in refused(
+            saved, "--resume", "run"
+        )
+        (saved / "job.py").write_text(before.replace("Adam(", "SGD("))
+        assert "was made with Adam, and the job has SGD now" in refused(saved, "--resume", "run")
+    finally:
+        (saved / "job.py").write_text(before)
+    assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]
+
+
+def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path) -> None:
+    subprocess.run(["cp", "-r", saved / "run", saved / "job.py", scratch], check=True)
+    damaged = scratch / "run/checkpoints/step-00000040/optimizer-0-of-2.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert "optimizer-0-of-2.safetensors has" in refused(scratch, "--resume", damaged.parent)
+    launch = json.loads((scratch / "run/launch.json").read_text())
+    (scratch / "run/launch.json").write_text(json.dumps(launch | {"job": str(scratch / "job.py")}))
+    done = command("train", "--resume", "run", cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "bytes were written; it is left out" in " ".join(done.stdout.split()).replace("but ", "")
+        or "left out" in done.stdout
+    )
+    assert "going on after step 20" in done.stdout
+    assert [verify(folder).step for folder in found_in(scratch / "run/checkpoints")] == [40, 20]
+
+
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    """As an ordinary user: root may write anywhere."""
+    train = f"{sys.executable} -m weft.cli train wide --out locked/run --steps 2 -- --size tiny"
+    line = ["sh", "-c", f"cd $(mktemp -d) && mkdir locked && chmod 500 locked && {train}"]
+    if os.geteuid() == 0:
+        line = [sys.executable, ordinary.__file__, *line]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "the run folder locked/run cannot be written: Permission denied" in done.stderr
+
+
+def test_a_disk_that_fills_spares_the_old_checkpoint(scratch: Path) -> None:
+    """The run goes on and says so; when it ends, and its last state cannot be kept, it ends with that sentence."""
+    disk = scratch / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        filler = "import pathlib; run.step == 25 and pathlib.Path('disk/filler').write_bytes(bytes(2**22))"
+        guarded = f"\n    try:\n        {filler}\n    except OSError:\n        pass"
+        script(scratch, guarded)
+        done = command("train", "job.py", "-n", 2, "--out", "disk/run", "--save-every", 10, cwd=scratch)
+        assert done.returncode != 0 and "No space left on device" in done.stdout + done.stderr
+        assert verify(newest(disk / "run/checkpoints")[0]).step == 20
+        assert gone(scratch)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+# --- a kill at every system call --------------------------------------------------------------------------------------
+
+
+def saver(root: str, pid_file: str) -> None:
+    """Stops, and when it is woken makes a second checkpoint, as a run of one process does."""
+    torch.set_num_threads(1)
+    part = aside(Path(root), 2, "token")
+    files = {"model-0-of-1.safetensors": {"w": torch.full((64,), 2.0)}, "worker-0.safetensors": {"d": torch.ones(8)}}
+    about: dict[str, Any] = {"workers": 1, "strategy": "bsp / direct", "seed": 0, "job": {}}
+    manifest = Manifest(step=2, files={}, state={}, **about)
+    Path(pid_file).write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    contribute(part, 0, files, {})
+    publish(Path(root), part, 1, manifest, 1.0)
+    prune(Path(root), Policy(last=1))
+
+
+def test_a_kill_at_any_system_call_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    pytest.importorskip("weft")
+    if subprocess.run(["which", "strace"], capture_output=True, check=False).returncode:
+        pytest.skip("strace is not installed")
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed", "torch._dynamo"])
+
+    def begin(root: Path) -> Any:
+        part = aside(root, 1, "token")
+        contribute(part, 0, {"model-0-of-1.safetensors": {"w": torch.ones(64)}}, {})
+        about: dict[str, Any] = {"workers": 1, "strategy": "bsp / direct", "seed": 0, "job": {}}
+        publish(root, part, 1, Manifest(step=1, files={}, state={}, **about), 1.0)
+        pid = root.with_suffix(".pid")
+        child = context.Process(target=saver, args=(str(root), str(pid)))
+        child.start()
+        until(lambda: _stopped(child.pid))
+        return child
+
+    child = begin(tmp_path / "count")
+    calls = calls_of(child.pid, tmp_path / "log")
+    child.join()
+    assert child.exitcode == 0 and sum(calls.values()) > 20 and newest(tmp_path / "count")[1].step == 2
+    assert {"openat", "write", "fsync", "rename"} <= set(calls)
+    steps = set()
+    for call, number in ((call, number) for call, count in calls.items() for number in range(1, count + 1)):
+        root = tmp_path / f"{call}-{number}"
+        child = begin(root)
+        kill_at_call(child.pid, call, number, tmp_path / "log")
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, f"call {number} of {call}"
+        folder, manifest, damaged = newest(root)
+        assert not damaged
+        weights = load_file(folder / "model-0-of-1.safetensors")["w"]
+        assert weights.equal(torch.full((64,), float(manifest.step)))
+        steps.add(manifest.step)
+        tidy(root)
+        assert newest(root)[1].step == manifest.step and not list(root.glob(".*"))
+    assert steps == {1, 2}
+
+
+def _stopped(pid: int) -> bool:
+    return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
+
+
+# --- what a checkpoint cannot hold ------------------------------------------------------------------------------------
+
+
+def loop(folder: str, kind: str) -> int:
+    run = weft.init(out=folder, steps=6, save_every=2)
+    model: Any = torch.nn.Linear(4, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "unknown scheduler":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    followers = [object()] if kind == "no state" else []
+    run.distribute(model, optimizer, *followers)
+    for x in run.shard([torch.ones(2, 4)] * 40):
+        if kind == "zeroed first":
+            optimizer.zero_grad()
+        elif kind == "zeroed in place":
+            model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+        optimizer.step()
+        if kind == "unknown scheduler":
+            scheduler.step()
+    steps = run.step
+    run.close()
+    return steps
+
+
+def test_what_a_checkpoint_would_miss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ChildError, match="a StepLR steps along that the run does not know"):
+        spawn(1, loop, str(tmp_path / "a"), "unknown scheduler")
+    with pytest.raises(ChildError, match="was given a object, which has no state_dict"):
+        spawn(1, loop, str(tmp_path / "b"), "no state")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_that_nobody_clears_are_not_resumed_without(tmp_path: Path, processes: int) -> None:
+    for kind, fine in (("zeroed first", True), ("zeroed in place", True), ("never zeroed", False)):
+        folder = tmp_path / kind.replace(" ", "-")
+        spawn(processes, loop, str(folder), kind)
+        from_here = str(folder / "checkpoints/step-00000004")
+        if fine:
+            assert spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here) == [6] * processes
+        else:
+            with pytest.raises(ChildError, match="adds to the gradients of the step before"):
+                spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here)
