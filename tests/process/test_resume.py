@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.net import ordinary
@@ -357,3 +358,39 @@ def test_gradients_that_nobody_clears_are_not_resumed_without(tmp_path: Path, pr
         else:
             with pytest.raises(ChildError, match="adds to the gradients of the step before"):
                 spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def reader(folder: str, steps: int, kind: str) -> list[int]:
+    """Samples 0 to 23 in a random order, one a batch; returns those that this process has seen in one epoch."""
+    run = weft.init(out=folder, steps=steps, save_every=1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run.distribute(model, optimizer)
+    samples = TensorDataset(torch.arange(24.0).view(24, 1))
+    loader: Any = DataLoader(samples, batch_size=1, shuffle=True)
+    if kind == "a stream":
+        loader = (each for each in loader)
+    seen = []
+    for (x,) in run.shard(loader):
+        if run._turns.share:  # one without a batch computes on another's, which counts for nothing
+            seen.append(int(x))
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["a loader", "a stream"])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1)])
+def test_each_sample_once_an_epoch_whatever_the_number_of_workers(
+    tmp_path: Path, before: int, after: int, kind: str
+) -> None:
+    first = spawn(before, reader, str(tmp_path / "run"), 3, kind)
+    checkpoint = str(newest(tmp_path / "run/checkpoints")[0])
+    rest = spawn(after, reader, str(tmp_path / "run"), 1000, kind, WEFT_RESUME=checkpoint)
+    assert [len(seen) for seen in first] == [3] * before
+    assert sorted(sample for seen in (*first, *rest) for sample in seen) == list(range(24))
