@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import JobError, LoopError, UserError
 from weft.ops import Spec
-from weft.profile import Seen
 from weft.runtime.gradients import Gradients
 from weft.runtime.reading import Epoch, Reading, process_draws, set_process_draws
 from weft.runtime.turns import Turns
@@ -268,7 +267,8 @@ def open_saved(folder: Path, layout: Layout) -> Saved:
 def check_same_job(saved: Saved, specs: Sequence[Spec], optimizer: Optimizer) -> None:
     """Refuse a checkpoint of another model or optimizer."""
     mine = {spec.name: list(spec.shape) for spec in specs}
-    theirs = {name: list(shape) for name, shape, _ in saved.manifest.job.get("model", [])}
+    with _fitting(saved):
+        theirs = {name: list(shape) for name, shape, _ in saved.manifest.job["model"]}
     if mine != theirs:
         name = next(iter([n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]))
         has = f"{name} has the shape {theirs[name]} there" if name in theirs else f"there is no {name} there"
@@ -404,7 +404,3 @@ def _cloned(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_cloned(each) for each in state)
     return state
-
-
-def seen_in(saved: Saved | None) -> Seen | None:
-    return Seen.of(saved.common["seen"]) if saved and saved.common["seen"] else None
