@@ -122,6 +122,19 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
     assert (losses(scratch / "run"), last_words(done)) == whole
 
 
+def test_a_run_is_not_resumed_beside_itself(scratch: Path) -> None:
+    script(scratch, "time.sleep(0.3)")
+    launcher = started(scratch, "--save-every", 2)
+    try:
+        until(lambda: found_in(scratch / "run/checkpoints"))
+        assert "run is running right now; wait for its end, or stop it first" in refused(scratch, "--resume", "run")
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert gone(scratch)
+    assert command("train", "--resume", "run", "--steps", 6, cwd=scratch).returncode == 0
+
+
 def test_a_run_that_is_through_goes_on_with_more_steps(scratch: Path) -> None:
     script(scratch, "pass")
     options = ("-n", 2, "--save-every", 1000)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -25,6 +26,7 @@ from weft.lab.request import parse_slow
 from weft.runtime.choose import DEFAULT, winner
 from weft.runtime.folder import describe_launch, launched, summary
 from weft.runtime.launch import JobFailedError, Launch, LeftError, Seat, find_job, launch
+from weft.runtime.record import writing
 from weft.store.checkpoint import Policy, found_in, newest, step_of, verify
 from weft.strategy import Strategy
 from weft.units import bytes_text
@@ -108,11 +110,10 @@ def train(
     spec = replace(asked, out=folder).checked()
     workers = spec.workers
     fresh = not folder.exists()
-    if node_rank == 0:
-        describe_launch(folder, spec)
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
     try:
-        with _Bar(show, steps) as bar, _site(hosts, bandwidth, link, slow, processes, nodes) as seats:
+        held = _held(folder, spec) if node_rank == 0 else nullcontext()
+        with held, _Bar(show, steps) as bar, _site(hosts, bandwidth, link, slow, processes, nodes) as seats:
             launch(replace(spec, seats=seats), bar.line, bar.progress)
         if node_rank > 0:
             return
@@ -129,6 +130,21 @@ def train(
         row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
     emit(row | {"rows": [row]}, json)
     _print_summary(show, row)
+
+
+@contextmanager
+def _held(folder: Path, spec: Launch) -> Iterator[None]:
+    """One launcher at a time: a run that is going on cannot be resumed beside itself."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "launch.json").open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
+        describe_launch(folder, spec)
+        yield
 
 
 @contextmanager
@@ -165,6 +181,9 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
     for what in refused:
         show.print(f"{what}; it is left out", markup=False)
     show.print(f"going on after step {step_of(checkpoint)}, from {checkpoint}", markup=False)
+    steps = asked.steps if asked.steps is not None else before.steps
+    if steps is not None and step_of(checkpoint) >= steps:
+        show.print(f"all of its {steps} steps were taken; for more give --steps", markup=False)
     workers = said["workers"] or before.workers
     processes = asked.processes if asked.processes is not None else before.processes
     if said["workers"] and asked.processes is None:
@@ -176,7 +195,7 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
         workers=workers,
         processes=processes,
         strategy=asked.strategy or before.strategy,
-        steps=asked.steps if asked.steps is not None else before.steps,
+        steps=steps,
         seed=before.seed if asked.seed is None else asked.seed,
         device=asked.device if asked.device != "auto" else before.device,
         share_gpus=asked.share_gpus or before.share_gpus,
