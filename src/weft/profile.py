@@ -6,9 +6,10 @@ Schedules group by them, sleeping compute stands in for them, the planner predic
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
@@ -47,12 +48,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise UserError(
-                f"the profile {path} cannot be read: {error}; give a file with forward_s and backward"
-            ) from None
+        return _read(cls.of, path, "give a profile, with forward_s and backward")
 
     @classmethod
     def of(cls, table: dict[str, Any]) -> Profile:
@@ -98,13 +94,21 @@ class Seen:
 
     @classmethod
     def read(cls, path: Path) -> Seen:
-        try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise UserError(f"{path} cannot be read: {error}; remove it, and it will be measured again") from None
+        return _read(cls.of, path, "remove it, and it will be measured again")
 
     @classmethod
     def of(cls, table: dict[str, Any]) -> Seen:
         points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
         ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
         return cls(ready_s=ready_s, cost=Cost(points=points), fill_s=float(table["fill_s"]))
+
+
+T = TypeVar("T")
+
+
+def _read(of: Callable[[Any], T], path: Path, remedy: str) -> T:
+    """What a JSON file holds, or one sentence about it."""
+    try:
+        return of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; {remedy}") from None

@@ -161,6 +161,16 @@ def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Pa
     assert "4 workers have become 2" in fewer.stdout
 
 
+def test_what_chose_the_strategy_need_not_be_there_again(scratch: Path) -> None:
+    """A resumed run keeps the checkpoint's strategy, and its folder keeps its name."""
+    script(scratch, "pass")
+    options = ("train", "job.py", "-n", 2, "--out", "runs/mine", "--steps", 3)
+    assert command(*options, cwd=scratch, WEFT_STRATEGY="bsp / ring / cast").returncode == 0
+    done = command("train", "--resume", "runs/mine", "--steps", 5, "--json", "-", cwd=scratch)
+    row = json.loads(done.stdout)
+    assert (row["strategy"], row["folder"], row["steps"]) == ("bsp / ring / cast", "runs/mine", 5)
+
+
 def test_checkpoints_are_readable_without_weft(scratch: Path) -> None:
     script(scratch, "pass")
     done = command("train", "job.py", "-n", 2, "--out", "run", "--save-every", 15, "--keep-last", 3, cwd=scratch)

@@ -126,7 +126,9 @@ def train(
         remedy = f"; go on with `weft train --resume {folder}`" if there else ""
         _tidy(folder, fresh)
         raise LeftError(f"{path.stem} was {error}{remedy}") from None
-    if out is None and row["strategy"] != str(known):  # the job itself chose: the folder is named after its choice
+    if (
+        fresh and out is None and row["strategy"] != str(known)
+    ):  # the job itself chose: the folder is named after its choice
         row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
     emit(row | {"rows": [row]}, json)
     _print_summary(show, row)
@@ -175,9 +177,7 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
     before = launched(run)
     if asked.job and find_job(asked.job).resolve() != find_job(before.job).resolve():
         raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; leave the job out, or start a new run")
-    if alone:
-        verify(resume)
-    checkpoint, _, refused = (resume, None, []) if alone else newest(run / "checkpoints")
+    checkpoint, manifest, refused = (resume, verify(resume), []) if alone else newest(run / "checkpoints")
     for what in refused:
         show.print(f"{what}; it is left out", markup=False)
     show.print(f"going on after step {step_of(checkpoint)}, from {checkpoint}", markup=False)
@@ -194,7 +194,7 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
         args=tuple(said["args"] or before.args),
         workers=workers,
         processes=processes,
-        strategy=asked.strategy or before.strategy,
+        strategy=asked.strategy or Strategy.parse(manifest.strategy),
         steps=steps,
         seed=before.seed if asked.seed is None else asked.seed,
         device=asked.device if asked.device != "auto" else before.device,
