@@ -442,7 +442,7 @@ def looked(specs: list[Spec], seed: int) -> Seen:
     *(
         "priority(partition=64B, credit=100B, least=40B)",
         "priority(partition=1MiB)",
-        "priority(partition=1B, least=1B)",
+        "priority(partition=256B, least=1B)",
     ),
 )
 @hypothesis.given(specs=any_specs, rounds=st.integers(1, 4), seed=st.none() | st.integers(0, 9))
