@@ -42,19 +42,19 @@ def finite(run: Any, model: nn.Module) -> bool:
         return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in [*model.parameters(), *kept])
 
 
-def train(value: float, rank: int | None) -> tuple[str, bool]:
+def train(value: float, rank: int | None, steps: int = 12) -> tuple[str, bool]:
     """Returns how the run ended, and whether model and residuals are finite then."""
-    run = weft.init(steps=12)
-    model = build()
+    run = weft.init(steps=steps)
+    model = build().to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.distribute(model, optimizer)
     spoil(model, run, value, rank)
     try:
         for x in run.shard([torch.randn(4, 8)] * 200):
-            model(x).square().mean().backward()
+            model(x.to(run.device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        run._flush()
+        run.close()
     except weft.LoopError as error:
         return str(error), finite(run, model)
     return "nothing was noticed", finite(run, model)
@@ -88,9 +88,9 @@ def test_alone_too() -> None:
 def scaled(rank: int | None) -> tuple[int, float, list[float], bool]:
     """Under a scaler a step that is not finite is skipped by all, and training goes on."""
     run = weft.init(steps=12)
-    model = build()
+    model = build().to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**10, growth_interval=1000)
     run.distribute(model, optimizer, scaler)
     spoiled = []
 
@@ -103,7 +103,7 @@ def scaled(rank: int | None) -> tuple[int, float, list[float], bool]:
     model[2].weight.register_hook(hook)
     backwards = 0
     for x in run.shard([torch.randn(4, 8)] * 200):
-        loss = model(x).square().mean()
+        loss = model(x.to(run.device)).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

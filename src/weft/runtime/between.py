@@ -12,7 +12,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class BetweenSteps:
     transport: Processes
     watch: Watch
     timeout_s: float
+    settle: Callable[[], None]
+    """Waits until the last step is whole, and refuses to go on from one that is not finite."""
 
     def __post_init__(self) -> None:
         self.policy = self.asked_for or Policy()
@@ -194,8 +196,7 @@ class BetweenSteps:
         if not self.policy.every or self._saving.last == self.turns.step:
             return
         epoch = epoch or next((each for each in reversed(self.reading.epochs) if not each.over), None)
-        if self.parts.gradients is not None:
-            self.parts.gradients.flush()
+        self.settle()
         if self.watch.recorder is not None:
             self.watch.recorder.flush()  # what goes on from here has its history
         about = {"workers": self.turns.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}

@@ -93,6 +93,7 @@ class Deferred:
         if not self.engine.fine[bucket]:
             self.engine.finish()
             self.engine.guard.check()
+        self.engine.guard.shield([self.engine.memory[-1].contents(bucket)])
         self.awaited.discard(bucket)
         for param in self.buckets[bucket]:
             arrive(param)

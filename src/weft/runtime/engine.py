@@ -78,8 +78,8 @@ class Engine:
         self.marks: list[Any] = [None] * count
         self.arrived = [threading.Event() for _ in range(count)]
         self.through: list[Any] = [None] * count
-        self.fine: list[Any] = [True] * count
-        """Whether a bucket's mean is finite; on a GPU a tensor, and asking for it waits."""
+        self.fine = [True] * count
+        """Whether a bucket's mean is finite, as far as that has to be known before it is used."""
         self.issued = threading.Event()
         self.spans = Spans()
         self._events.put(lambda: self._begin(step))

@@ -137,6 +137,19 @@ class Gradients:
             for memory in self.memory:
                 memory.release()
 
+    def check(self) -> None:
+        """Just before an update: refuse values that are not finite."""
+        self.guard.check()
+        if not self.deferred.under_way:
+            self.guard.shield([self.memory[-1].contents(bucket) for bucket in range(len(self.members))])
+
+    def look_back(self) -> None:
+        """Whatever a GPU has found in the last step, before anybody relies on it; all processes call this together."""
+        if self.guard.owes:
+            self.guard.begin(self.turns.step)
+            self.guard.judge(self.engine.transport.tell(self.guard.words()))
+            self.guard.check()
+
     # --- hooks ------------------------------------------------------------------------------------------------------
 
     def _arrived(self, index: int, param: Tensor) -> None:

@@ -3,18 +3,21 @@
 Each process looks at its workers' gradients before they are exchanged and at the means that come back. What it finds,
 whether it was asked to leave, and now and then a hash of its parameters go to all others in one small message beside
 the step's last bucket, so that all of them act alike and can name who it was.
+
+On a GPU, where an answer would have to be waited for, the same is told one step later (`unread`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from weft.compression import Bucket
 from weft.errors import LoopError
+from weft.runtime.unread import Means, Unread
 
 HASH_EVERY = 100
 """Steps from one comparison of the replicas' parameters to the next."""
@@ -35,6 +38,7 @@ class Guard:
         self.trouble: str | None = None
         """What is wrong with the gradients of the present step."""
         self._told_to_leave = False
+        self._unread = Unread()
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -42,18 +46,20 @@ class Guard:
         self.leaving = self._told_to_leave
         self.trouble = None
         self._rank = self._index = self._mean = -1
-        self._sizes: list[tuple[int, Sequence[int], Tensor]] = []
-        self._means: list[tuple[Sequence[int], Bucket, Tensor]] = []
+        self._turn_the_page(step)
         self._hash = hashed(self.params) if step and step % HASH_EVERY == 0 else 0
         self.step = step
+
+    def _turn_the_page(self, step: int) -> None:
+        self._before, self._unread = self._unread, Unread(step)
 
     def given(self, rank: int, members: Sequence[int], bucket: Bucket, fine: bool | None = None) -> None:
         """A worker's gradients, before they are exchanged; what is not finite goes no further.
 
         `fine`: whoever weighed them has looked already.
         """
-        if self._later(bucket):
-            self._sizes.append((rank, members, _sizes(bucket)))
+        if self._unasked(bucket.flat):
+            self._unread.note(rank, members, [piece.grad for piece in bucket.pieces])
             return
         if fine or (fine is None and _finite(bucket.flat)):
             return
@@ -63,17 +69,22 @@ class Guard:
                     self._rank, self._index = rank, index
                 piece.grad.zero_()
 
-    def arrived(self, members: Sequence[int], bucket: Bucket) -> bool | Tensor:
-        """Means, as they came back; returns whether they are finite."""
-        if self._later(bucket):
-            assert bucket.flat is not None
-            self._means.append((members, bucket, torch.isfinite(_total(bucket.flat))))
-            return self._means[-1][2]
+    def arrived(self, members: Sequence[int], bucket: Bucket) -> bool:
+        """Means, as they came back; returns whether they are finite, where that must be known before they are used."""
         return self.lossless or self._look(members, bucket)
 
-    def _later(self, bucket: Bucket) -> bool:
-        """Whether asking now would hold up a GPU, and nothing depends on it yet."""
-        return self.lossless and bucket.flat is not None and bucket.flat.is_cuda
+    def _unasked(self, flat: Tensor | None) -> bool:
+        """Whether asking would hold up a GPU, and nothing depends on the answer before the update."""
+        return self.lossless and flat is not None and flat.is_cuda
+
+    def shield(self, means: Sequence[Means]) -> None:
+        """Means are about to be used; on a GPU, those that are not finite become zeros."""
+        self._unread.shield([(members, flat) for members, flat in means if self._unasked(flat)])
+
+    @property
+    def owes(self) -> bool:
+        """Whether something may have been found of which nobody has heard yet."""
+        return bool(self._unread.zeroed)
 
     def _look(self, members: Sequence[int], bucket: Bucket) -> bool:
         if _finite(bucket.flat):
@@ -86,17 +97,20 @@ class Guard:
 
     def words(self) -> list[int]:
         """What the others need to know."""
-        for rank, members, sizes in self._sizes:
-            if self._index < 0 and not bool(torch.isfinite(sizes).all()):
-                self._rank, self._index = rank, members[int(torch.isfinite(sizes).long().argmin())]
+        self._look_back()
         return [int(self.asked), self._rank + 1, self._index + 1, self._hash]
+
+    def _look_back(self) -> None:
+        """What a GPU has found in the step before."""
+        zeroed, blamed = self._before.read()
+        if zeroed is not None:
+            self._mean = zeroed
+        if blamed is not None:
+            self._rank, self._index = blamed
 
     def judge(self, rows: Sequence[Sequence[int]]) -> None:
         """Everyone's words, the same in every process; raises where replicas have drifted apart."""
         self._told_to_leave = any(row[0] for row in rows)
-        if self._means and not bool(torch.stack([fine for _, _, fine in self._means]).all()):
-            for members, bucket, _ in self._means:
-                self._look(members, bucket)
         found = next((row for row in rows if row[2]), None)
         if found is not None:
             self.trouble = f"worker {found[1] - 1} has a gradient that is not finite, of {self.names[found[2] - 1]}"
@@ -121,33 +135,44 @@ class Guard:
     def check(self) -> None:
         """Refuse to go on with gradients that are not finite."""
         if self.trouble is not None:
-            raise refusal(self.trouble, self.step)
+            raise _refusal(self.trouble, self._before.step if self._before.zeroed else self.step)
+
+    def check_alone(self, step: int) -> None:
+        """The same where nobody else takes part, just before the update."""
+        self.look_back_alone(step)
+        grads = {i: _values(p.grad) for i, p in enumerate(self.params) if p.grad is not None}
+        self.shield([((i,), grad) for i, grad in grads.items()])
+        asked = {i: grad for i, grad in grads.items() if not self._unasked(grad)}
+        totals = [_total(grad) for grad in asked.values()]
+        if totals and not torch.isfinite(torch.stack(totals)).all():
+            found = next((i for i, grad in asked.items() if not torch.isfinite(grad).all()), None)
+            if found is not None:
+                raise _refusal(f"the gradient of {self.names[found]} is not finite", step)
+
+    def look_back_alone(self, step: int) -> None:
+        self._turn_the_page(step)
+        self._look_back()
+        if self._mean >= 0:
+            raise _refusal(f"the gradient of {self.names[self._mean]} is not finite", self._before.step)
 
 
-def refusal(trouble: str, step: int) -> LoopError:
+def _refusal(trouble: str, step: int) -> LoopError:
     return LoopError(f"{trouble}, at step {step + 1}: {_REMEDY}")
 
 
 def hashed(params: Sequence[Tensor]) -> int:
     """Parameters as one number: their bits, as words of eight bytes, added up, with a weight for each parameter."""
-    whole = 0
+    totals = []
     with torch.no_grad():
         for param in params:
             flat = param.detach().contiguous().view(-1).view(torch.uint8)
             flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
             words = flat.numel() // 8 * 8
-            total = int(flat[:words].view(torch.int64).sum()) + int(flat[words:].sum())
+            totals.append(flat[:words].view(torch.int64).sum() + flat[words:].sum())
+        whole = 0
+        for total in torch.stack(totals).tolist() if totals else []:
             whole = (whole * 31 + total) % 2**62
     return whole + 1  # 0 stands for none
-
-
-def not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first parameter whose gradient is not finite."""
-    grads = [(name, param.grad) for name, param in named if param.grad is not None]
-    totals = [_total(grad) for _, grad in grads]
-    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
-        return None
-    return next((name for name, grad in grads if not torch.isfinite(grad).all()), None)
 
 
 def _finite(flat: Tensor | None) -> bool:
@@ -156,11 +181,8 @@ def _finite(flat: Tensor | None) -> bool:
     return bool(torch.isfinite(_total(flat)))
 
 
-def _sizes(bucket: Bucket) -> Tensor:
-    """For each parameter a number that is finite where its gradient is: the sum of its absolute values."""
-    grads = [piece.grad for piece in bucket.pieces]
-    half = torch.float32 if grads[0].dtype in (torch.float16, torch.bfloat16) else None
-    return torch.stack(torch._foreach_norm(grads, 1, half))
+def _values(grad: Tensor) -> Tensor:
+    return grad.detach()._values() if grad.is_sparse else grad.detach()
 
 
 def _total(tensor: Tensor) -> Tensor:

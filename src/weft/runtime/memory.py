@@ -49,6 +49,11 @@ class Memory:
         """A parameter's gradient in its bucket."""
         return self._views[index]
 
+    def contents(self, bucket: int) -> tuple[Sequence[int], Tensor | None]:
+        """A bucket's parameters, and the memory that their gradients are in."""
+        there = self.buckets[bucket]
+        return self.members[bucket], there.flat if there is not None else None
+
     def put(self, index: int, grad: Tensor, share: float) -> None:
         """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1).
 

@@ -42,7 +42,7 @@ from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
 from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
-from weft.runtime.guard import not_finite, refusal
+from weft.runtime.guard import Guard
 from weft.runtime.pace import Pace
 from weft.runtime.piecewise import Piecewise, obstacle
 from weft.runtime.reading import Reading
@@ -147,8 +147,10 @@ class Run:
             transport=self._transport,
             watch=self._watch,
             timeout_s=timeout_s,
+            settle=self._settle,
         )
         self._gradients: Gradients | None = None
+        self._guard = Guard((), (), lossless=True)
         self._model: nn.Module | None = None
         self._followed = False
         self._report: dict[str, Any] = {}
@@ -212,9 +214,12 @@ class Run:
                 folder=self.folder,
                 known=known,
             )
-            parts.gradients = self._gradients
+            parts.gradients, self._guard = self._gradients, self._gradients.guard
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
+        elif wrapper is None:
+            named = dict(model.named_parameters())
+            self._guard = Guard(list(named), list(named.values()), lossless=True)
         if self._recorder and not hasattr(model, "_orig_mod"):
             model.register_forward_pre_hook(lambda module, _: self._watch.forward_began() if module.training else None)
             model.register_forward_hook(lambda module, *_: self._watch.forward_ended() if module.training else None)
@@ -280,15 +285,18 @@ class Run:
         if _current is self:
             _current = None
         try:
-            self._flush()
+            if well:
+                self._settle()
+            else:
+                self._flush()
             self._between.close(well=well)
             if self._recorder:
                 self._recorder.close()
             if self._report and self.folder and self.is_main:
                 write_json(self.folder / "report.json", self._report)
         finally:
-            if self._transport.mesh is not None:
-                self._transport.mesh.close()
+            if self._transport.talk is not None:
+                self._transport.talk.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -357,20 +365,25 @@ class Run:
         optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def _check_finite(self, optimizer: Optimizer) -> None:
-        """NaN and infinity stop here; a scaler's fused step looks for itself."""
-        if getattr(optimizer, "found_inf", None) is not None:
+        """NaN and infinity stop here; a scaler's fused step looks for itself, and other wrappers do as they do."""
+        if getattr(optimizer, "found_inf", None) is not None or wrapper is not None:
             return
         if self._gradients is not None:
-            self._gradients.guard.check()
-            return
-        assert self._model is not None
-        name = not_finite(self._model.named_parameters())
-        if name is not None:
-            raise refusal(f"the gradient of {name} is not finite", self.step)
+            self._gradients.check()
+        else:
+            self._guard.check_alone(self.step)
 
     def _flush(self) -> None:
         if self._gradients is not None:
             self._gradients.flush()
+
+    def _settle(self) -> None:
+        """Until the last step is whole; refuses it where a GPU has found values in it that are not finite."""
+        self._flush()
+        if self._gradients is not None:
+            self._gradients.look_back()
+        else:
+            self._guard.look_back_alone(self.step)
 
     def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether parameters can be updated as their gradients arrive; where not, say why."""

@@ -106,8 +106,8 @@ class World:
         )
 
     def mesh(self, timeout_s: float) -> Mesh | None:
-        """Connections of our own between processes whose tensors pass through CPU memory; None where there are none."""
-        if self.processes == 1 or dist.get_backend() == "nccl":
+        """Connections of our own between processes; None where there is only one."""
+        if self.processes == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
         return Mesh(self.process, self.processes, self._address(), store, timeout_s)

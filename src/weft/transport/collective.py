@@ -77,10 +77,12 @@ class Processes:
     """This process among its peers: performs collectives, one small agreement at a time, and counts bytes."""
 
     def __init__(self, topology: Topology, layout: Layout, *, staged: bool = False, mesh: Mesh | None = None) -> None:
-        self.topology, self.layout, self.mesh = topology, layout, mesh
+        self.topology, self.layout = topology, layout
         self.staged = staged  # Gloo carries CPU memory only; tensors elsewhere go through it
         self.connected = dist.is_initialized()
         self.nccl = self.connected and dist.get_backend() == "nccl"
+        self.talk = mesh  # agreements pass through the host, so that no GPU has to be waited for
+        self.mesh = None if self.nccl else mesh
         self.sent_bytes = 0.0
         self.scratch: dict[Any, tuple[Tensor, Message]] = {}
 
@@ -273,20 +275,14 @@ class Processes:
 
     def tell(self, values: Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by process: the same count from each."""
-        if not self.connected or not values:
+        if self.talk is None or not values:
             return [list(values) for _ in range(self.layout.processes)]
-        if self.mesh is not None:
-            return _tell(self.mesh, self.layout, values, _AGREEMENT).heard()
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cuda" if self.nccl else "cpu")
-        rows = [torch.empty_like(mine) for _ in range(self.layout.processes)]
-        Library([dist.all_gather(rows, mine, async_op=True)]).wait()
-        return [row.tolist() for row in rows]
+        return _tell(self.talk, self.layout, values, _AGREEMENT).heard()
 
     def tell_later(self, values: Callable[[], Sequence[int]]) -> Telling:
         """The same beside a step's exchange: everyone's numbers when they are asked for."""
-        if self.mesh is not None:
-            return _tell(self.mesh, self.layout, values(), _STATUS)
-        return Telling(lambda: self.tell(values()))
+        mine = values()
+        return Telling(lambda: [list(mine)]) if self.talk is None else _tell(self.talk, self.layout, mine, _STATUS)
 
 
 @dataclass(frozen=True)
