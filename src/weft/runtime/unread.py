@@ -6,8 +6,7 @@ not finite. The notes are read with the next step, when they are there, and nobo
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +38,7 @@ class Unread:
             return
         bad = torch.isfinite(torch.stack(_largest([flat for _, flat in there]))).logical_not_()
         for (_, flat), each in zip(there, bad.unbind(), strict=True):
-            _zero_if(each, flat)
+            flat.masked_fill_(each, 0.0)
         words = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True).copy_(bad, non_blocking=True)
         event = torch.cuda.current_stream(bad.device).record_event()
         self.zeroed.append(([members for members, _ in there], words, event))
@@ -61,26 +60,6 @@ class Unread:
         return zeroed, None
 
 
-def _zero_if(bad: Tensor, flat: Tensor) -> None:
-    kernel = _kernel()
-    if kernel is not None and flat.is_contiguous() and not flat.is_complex():
-        kernel(bad.view(torch.uint8), flat)
-    else:
-        flat.masked_fill_(bad, 0.0)
-
-
-@functools.cache
-def _kernel() -> Callable[[Tensor, Tensor], None] | None:
-    """The one that looks at the flag only, where Triton is there and finds its compiler."""
-    try:
-        from weft.runtime.zero_kernel import zero_if
-
-        zero_if(torch.zeros((), dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda"))
-    except Exception:
-        return None
-    return zero_if
-
-
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
     """For each the largest absolute value, which is finite where all values are."""
-    return list(torch._foreach_norm(tensors, torch.inf))
+    return list(torch._foreach_norm(tensors, torch.inf)) if tensors else []
