@@ -130,6 +130,8 @@ class Round:
 
     op: type[Collective]
     nbytes: int
+    bound: int | None = None
+    """Where the size depends on values: `nbytes` is what is likely, this the most there can be."""
 
 
 def nbytes(payload: Payload) -> int:

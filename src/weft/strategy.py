@@ -149,6 +149,13 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 why=f"{inner.name} sends everything, so nothing is ever owed",
                 instead=f"'{inner}' alone, or error_feedback(topk)",
             )
+        if outer.keeps_account and not inner.approximates:
+            yield Conflict(
+                str(outer),
+                str(inner),
+                why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
+                instead=f"'{inner}' alone, or error_feedback({inner.name}(scaled=true))",
+            )
 
 
 def wrapped(compression: Compressor) -> Iterator[Compressor]:

@@ -56,13 +56,30 @@ compressors = all_of(
     "topk(ratio=0.3)",
     "topk(ratio=1)",
     "cast(dtype=fp16)",
+    "topk(ratio=0.3, sampled=true)",
+    "int8(block=8, stochastic=true)",
+    "sign(scaled=true)",
+    "terngrad(clip=inf)",
+    "qsgd(levels=1, bucket=8)",
+    "random_k(ratio=0.3, scaled=true)",
+    "only(topk(ratio=0.3), min_numel=10)",
     "error_feedback(topk)",
     "error_feedback(cast)",
     "error_feedback(cast(dtype=fp16))",
+    "error_feedback(int8)",
+    "error_feedback(onebit)",
+    "error_feedback(powersgd(rank=1))",
+    "error_feedback(threshold(tau=0.3))",
+    "error_feedback(adacomp(bin=5))",
 )
 everyone = [default(kind) for kind in catalogue("topology").values() if issubclass(kind, Topology) and kind.everyone]
 topologies = pytest.mark.parametrize("topology", everyone, ids=str)
-bare_or_lowered = pytest.mark.parametrize("topology", [None, *everyone], ids=lambda t: "bare" if t is None else str(t))
+bare_or_lowered = pytest.mark.parametrize(
+    "topology",
+    [None, *(topology for topology in everyone if topology.name in ("direct", "ring"))],
+    ids=lambda t: "bare" if t is None else str(t),
+)
+"""As it is meant, and lowered in two ways; that lowering changes nothing is a law of topologies by itself."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
@@ -75,8 +92,9 @@ SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((257,),),
     ((64, 8), (8,)),
     ((2,), (1, 1), (), (3,)),
+    ((0,), (3, 0), (5,)),
 )
-"""Parameters of a bucket: odd, tiny, one without dimensions."""
+"""Parameters of a bucket: odd, tiny, one without dimensions, empty ones."""
 
 Grads = dict[str, Tensor]
 
@@ -162,7 +180,15 @@ def test_declared_rounds_are_the_observed_ones(
         crowd = Crowd(compression, workers, topology)
         for step in range(2):
             crowd.exchange(specs, draw(specs, workers, step))
-            assert crowd.rounds == [list(compression.rounds(specs, workers))] * workers
+            assert all(fit(seen, compression.rounds(specs, workers)) for seen in crowd.rounds)
+
+
+def fit(seen: Sequence[Round], declared: Sequence[Round]) -> bool:
+    """Exactly so many bytes; or at most, where a bound is given."""
+    return len(seen) == len(declared) and all(
+        a.op is b.op and (a.nbytes == b.nbytes if b.bound is None else a.nbytes <= b.bound)
+        for a, b in zip(seen, declared, strict=True)
+    )
 
 
 @compressors
@@ -173,7 +199,11 @@ def test_rounds_need_no_values(compression: Compressor) -> None:
         grads = [{spec.name: torch.empty(spec.numel, device="meta") for spec in specs}] * 3
         crowd = Crowd(compression, 3, topology)
         crowd.exchange(specs, grads)
-        assert crowd.rounds == [list(compression.rounds(specs, 3))] * 3
+        assert all(
+            [(each.op, each.nbytes) for each in seen]
+            == [(each.op, each.nbytes) for each in compression.rounds(specs, 3)]
+            for seen in crowd.rounds
+        )
 
 
 @compressors
@@ -206,7 +236,9 @@ def test_lossless_is_the_mean(compression: Compressor, topology: Topology | None
 @compressors
 @dtypes
 def test_what_is_not_sent_is_owed(compression: Compressor, dtype: torch.dtype) -> None:
-    """grad = sent + owed, exactly; with one worker alone the mean is what was sent. Any two may share memory."""
+    """owed = grad - sent, rounded once; with one worker alone the mean is what was sent. Any two may share memory."""
+    if not compression.approximates:
+        return
     for shapes in SHAPES:
         specs = specs_of(shapes, dtype)
         (grads,) = draw(specs, 1, 0)
@@ -226,14 +258,16 @@ def test_what_is_not_sent_is_owed(compression: Compressor, dtype: torch.dtype) -
             for piece in pieces:
                 owed = state[piece.spec.name]["owed"] if compression.keeps_account else piece.owed
                 assert owed is not None
-                assert torch.equal(piece.mean + owed, grads[piece.spec.name])
+                assert torch.equal(owed, grads[piece.spec.name] - piece.mean)
                 results.append(piece.mean.clone())
         for at, first in enumerate(results[: len(specs)]):
             assert all(torch.equal(other, first) for other in results[at :: len(specs)])
 
 
 lossy = [
-    answer for kind in catalogue("compression").values() if not needs(kind) and not (answer := default(kind)).lossless
+    answer
+    for kind in catalogue("compression").values()
+    if not needs(kind) and not (answer := default(kind)).lossless and answer.approximates
 ]
 accounts = [kind for kind in catalogue("compression").values() if kind.keeps_account]  # type: ignore[attr-defined]
 
@@ -242,7 +276,7 @@ accounts = [kind for kind in catalogue("compression").values() if kind.keeps_acc
 @pytest.mark.parametrize("kind", accounts)
 @dtypes
 def test_error_feedback_conserves(kind: Any, inner: Compressor, dtype: torch.dtype) -> None:
-    """grad + owed before = sent + owed after: exactly for a worker alone, and summed over several."""
+    """owed after = grad + owed before - sent: exactly for a worker alone, and summed over several."""
     specs = specs_of(SHAPES[2], dtype)
     alone, crowd = Crowd(kind(inner=inner), 1), Crowd(kind(inner=inner), 3)
     before = {spec.name: torch.zeros(spec.numel, dtype=dtype) for spec in specs}
@@ -255,7 +289,7 @@ def test_error_feedback_conserves(kind: Any, inner: Compressor, dtype: torch.dty
         means = crowd.exchange(specs, theirs)[0]
         for spec in specs:
             after = alone.states[0][spec.name]["owed"].clone()
-            assert torch.equal(before[spec.name] + mine[spec.name], sent[spec.name] + after)
+            assert torch.equal(after, before[spec.name] + mine[spec.name] - sent[spec.name])
             before[spec.name] = after
             ever_owed |= bool(after.any())
             owed = sum(state[spec.name]["owed"].double() for state in crowd.states)

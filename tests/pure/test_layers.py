@@ -20,7 +20,7 @@ HOME = Path(weft.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "ops", "profile", "jobs"),
+    ("errors", "units", "ops", "profile", "kernels", "jobs"),
     ("axis",),
     AXES,
     ("strategy",),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Piece:
     mean: Tensor
     owed: Tensor | None = None
     """Where somebody keeps account: the exchange leaves here what it did not send. May be `grad`'s memory."""
+    fresh: Tensor | None = None
+    """Where `grad` holds what was owed before too: the gradient of this step alone."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,27 @@ class Context:
     rank: int
     workers: int
     seed: int = 0
+    rooms: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Memory that is used again in the next step; it holds nothing that matters."""
 
-    def generator(self, name: str, *, shared: bool = False) -> torch.Generator:
-        """Random numbers that depend on (seed, step, rank, parameter) alone: the same after any restart.
+    def key(self, name: str, *, shared: bool = False) -> int:
+        """A number of 32 bits for random draws; (seed, step, rank, name) decide it: the same after any restart.
 
         `shared=True`: the same on every rank.
         """
         text = f"{self.seed}/{self.step}/{'all' if shared else self.rank}/{name}".encode()
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        return torch.Generator().manual_seed(key)
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
+
+    def generator(self, name: str, *, shared: bool = False) -> torch.Generator:
+        """PyTorch's own random numbers, from that key."""
+        return torch.Generator().manual_seed(self.key(name, shared=shared))
+
+    def room(self, what: str, piece: Piece, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Memory beside a parameter, kept from step to step; zeros at first."""
+        place = (self.rank, what, piece.spec.name, count, dtype)
+        if place not in self.rooms:
+            self.rooms[place] = torch.zeros(count, dtype=dtype, device=piece.grad.device)
+        return self.rooms[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +80,20 @@ class Compressor(Answer, ABC):
     """Whether the mean is exactly the mean."""
     keeps_account: ClassVar[bool] = False
     """Whether it asks an inner compressor for what that did not send."""
+
+    @property
+    def approximates(self) -> bool:
+        """Whether what it sends is close to the gradient, so that the difference can be owed."""
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether what it sends is the gradient on average over its random draws."""
+        return self.lossless
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        """The most that what is left out of a gradient can measure: the L2 norm of x - sent."""
+        return float(x.double().norm())
 
     @abstractmethod
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from weft.compression import Bucket, Compressor, Context, State
 from weft.ops import Flow, Round, Spec, Sum
@@ -16,6 +17,9 @@ class Dense(Compressor):
     """Gradients as they are."""
 
     lossless: ClassVar[bool] = True
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        return 0.0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         flat = bucket.flat if bucket.flat is not None else torch.cat([piece.grad for piece in bucket.pieces])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from weft.compression import Bucket, Compressor, Context, State
 from weft.ops import Flow, Round, Spec
@@ -15,13 +16,20 @@ from weft.ops import Flow, Round, Spec
 class ErrorFeedback(Compressor):
     """What the inner compressor did not send is owed, and added to the next gradient [Seide et al. 2014].
 
-    Nothing is lost: grad + owed(before) = sent + owed(after), exactly where the inner compressor is exact.
+    Nothing is lost: owed(after) = grad + owed(before) - sent, each rounded once.
     """
 
     keeps_account: ClassVar[bool] = True
 
     inner: Compressor
     """The lossy compressor to be made up for."""
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        return self.inner.error(x, spec)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         pieces = []
@@ -30,7 +38,7 @@ class ErrorFeedback(Compressor):
             if "owed" not in memory:
                 memory["owed"] = torch.zeros_like(piece.grad)
             due = memory["owed"].add_(piece.grad)
-            pieces.append(replace(piece, grad=due, owed=due))
+            pieces.append(replace(piece, grad=due, owed=due, fresh=piece.grad))
         return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

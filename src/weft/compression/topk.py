@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 
-from weft.compression import Bucket, Compressor, Context, State
+from weft import kernels
+from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.ops import All, Flow, Round, Spec
+
+_SAMPLE = 16384
 
 
 @final
@@ -22,30 +26,65 @@ class Topk(Compressor):
 
     ratio: float = 0.001
     """The share of each parameter's values that is sent."""
+    sampled: bool = False
+    """Let a sample tell from which size on values are sent, up to k [Lin et al. 2018]; else exactly the k largest."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}, but must lie in (0, 1]")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        counts = [self._k(piece.grad.numel()) for piece in bucket.pieces]
-        chosen = [
-            piece.grad.abs().topk(k, sorted=False).indices for piece, k in zip(bucket.pieces, counts, strict=True)
-        ]
-        values = torch.cat([piece.grad[at] for piece, at in zip(bucket.pieces, chosen, strict=True)])
-        for piece, at in zip(bucket.pieces, chosen, strict=True):
-            if piece.owed is not None:
-                if piece.owed.data_ptr() != piece.grad.data_ptr():
-                    piece.owed.copy_(piece.grad)
-                piece.owed[at] = 0
-        payloads = yield All((values, torch.cat(chosen).int()))
+        counts = [self._k(piece.spec.numel) for piece in bucket.pieces]
+        first = bucket.pieces[0]
+        values = ctx.room("values", first, sum(counts), first.grad.dtype)
+        places = ctx.room("places", first, sum(counts), torch.int32)
+        for piece, value, at in zip(bucket.pieces, values.split(counts), places.split(counts), strict=True):
+            self._choose(piece, value, at, ctx)
+        payloads = yield All((values, places))
         for piece in bucket.pieces:
             piece.mean.zero_()
-        for theirs, places in payloads:  # in the order of ranks, so that every replica adds alike
-            parts = zip(bucket.pieces, theirs.split(counts), places.split(counts), strict=True)
+        for theirs, where in payloads:  # in the order of ranks, so that every replica adds alike
+            parts = zip(bucket.pieces, theirs.split(counts), where.split(counts), strict=True)
             for piece, value, at in parts:
-                piece.mean.index_add_(0, at, value)
+                fast = kernels.of(piece.mean)
+                if fast:
+                    fast.sparse_add(at, value, piece.mean)
+                else:
+                    piece.mean.index_add_(0, at, value)
         return state
+
+    def _choose(self, piece: Piece, values: Tensor, places: Tensor, ctx: Context) -> None:
+        """Write a parameter's values and places, and leave the others owed."""
+        grad, k = piece.grad, values.numel()
+        if grad.is_meta:
+            return
+        fast = kernels.of(grad)
+        if self.sampled and grad.numel() > _SAMPLE:
+            found = self._above(grad, places, ctx.key(piece.spec.name))
+            values[found:], places[found:] = 0, 0
+            values[:found] = grad[places[:found]]
+        elif fast:
+            found = fast.topk_encode(grad, ctx.room("candidates", piece, 2 * k + 1024, torch.int32), places, values)
+        else:
+            found = k
+            places.copy_(grad.abs().topk(k, sorted=False).indices.sort().values)
+            values.copy_(grad[places])
+        if piece.owed is not None:
+            if piece.owed.data_ptr() != grad.data_ptr():
+                piece.owed.copy_(grad)
+            piece.owed[places[:found]] = 0
+
+    def _above(self, grad: Tensor, places: Tensor, key: int) -> int:
+        """The first places of values that are as large as the top ones of a sample; returns how many."""
+        stride = grad.numel() // _SAMPLE
+        sample = grad[key % stride :: stride].abs()
+        bar = sample.topk(max(1, round(self.ratio * sample.numel()))).values[-1]
+        fast = kernels.of(grad)
+        if fast:
+            return int(fast.places_from(grad, float(bar), places))
+        chosen = (grad.abs() >= bar).nonzero().view(-1)[: places.numel()]
+        places[: chosen.numel()] = chosen
+        return chosen.numel()
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         return (Round(All, sum(self._k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)

@@ -47,6 +47,7 @@ class Engine:
         self.transport, self.device, self.seed = transport, device, seed
         self.clock = Clock(device)
         self.states: list[State] = [{} for _ in transport.layout.carried()]
+        self.rooms: dict[Any, torch.Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
@@ -59,6 +60,7 @@ class Engine:
 
     def plan(self, specs: Sequence[Spec], seen: Seen | None = None) -> Timetable:
         """The timetable for parameters in the order in which backward finishes them."""
+        self.rooms = {}
         return self.schedule.timetable(specs, self.rounds, seen)
 
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
@@ -197,7 +199,7 @@ class _Passage:
             assert mine is not None, "a gate opens when the bucket is full"
             members = memory.members[self.bucket]
             engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
-            ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed)
+            ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed, rooms=engine.rooms)
             self.flows.append(engine.compression.exchange(mine, state, ctx))
         self._resume([None] * len(self.flows))
         engine.spans.encode.append((begun, engine.clock.stamp()))

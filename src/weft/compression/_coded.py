@@ -1,0 +1,179 @@
+"""Compressors whose payload has a known size and can be opened by anyone alone: encode, exchange, decode.
+
+Payloads that cannot be summed unopened travel in one of two ways, whichever moves fewer bytes (S: one worker's code):
+
+    gathered      everyone gets everyone's code: (n - 1) S, one round
+    two phases    everyone sends each owner its share; the owner opens, sums and encodes the sum, which all get:
+                  2 (n - 1) / n S, which does not grow with n, two rounds
+
+An owner's own rounding error counts as what it owes, where account is kept: so feedback works on both sides with one
+memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.ops import All, Flow, Round, Scatter, Spec
+
+A_ROUND = 16 * 1024
+"""Bytes that could travel in the time that one more round takes, as far as one parameter is to blame for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Compressor):
+    """One parameter, or a share of it, at a time: flat values and the length of its rows."""
+
+    @abstractmethod
+    def size(self, count: int, width: int) -> int:
+        """Bytes of the code of so many values in rows of `width`."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+        """Write the code of x, and where asked for what it leaves out. `key` names random numbers."""
+
+    @abstractmethod
+    def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
+        """Write, or add, what a code stands for: the same bits everywhere."""
+
+    def grain(self, width: int) -> int:
+        """Values that a share does not divide."""
+        return 8
+
+    def settle(self, total: Tensor) -> None:
+        """What becomes of the sum, in place; by itself it is the mean."""
+
+    # --- the exchange -----------------------------------------------------------------------------------------------
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        divided = [piece for piece in bucket.pieces if self._divides(piece.spec, ctx.workers)]
+        whole = [piece for piece in bucket.pieces if not self._divides(piece.spec, ctx.workers)]
+        shares = [self._shares(piece.spec, ctx.workers) for piece in divided]
+        if divided:
+            yield from self._sum_mine(divided, shares, ctx)
+        mine = max(_sent(shares, ctx.workers), default=0)
+        sizes = [self._bytes(piece.spec, piece.spec.numel) for piece in whole]
+        code = ctx.room("code", bucket.pieces[0], mine + sum(sizes))
+        for piece, own, part in _along(divided, shares, ctx.rank, code):
+            self._encode_sum(piece, own, part, ctx)
+        for piece, part in zip(whole, code[mine:].split(sizes), strict=True):
+            self._encode(piece, slice(None), part, ctx.key(piece.spec.name))
+        everyone = yield All((code,))
+        for rank, (theirs,) in enumerate(everyone):  # in the order of ranks, so that every replica adds alike
+            for piece, share, part in _along(divided, shares, rank, theirs):
+                self._decode(part, piece, share.range, add=False)
+            for piece, part in zip(whole, theirs[mine:].split(sizes), strict=True):
+                self._decode(part, piece, slice(None), add=rank > 0)
+        for piece in whole:
+            if not piece.mean.is_meta:
+                self.settle(piece.mean)
+        return state
+
+    def _sum_mine(self, pieces: Sequence[Piece], shares: Sequence[Sequence[Share]], ctx: Context) -> Flow[None]:
+        """The first phase: my share of each parameter, opened and summed, in its mean's place."""
+        sizes = _sent(shares, ctx.workers)
+        parts = ctx.room("shares", pieces[0], sum(sizes)).split(sizes)
+        for to in range(ctx.workers):
+            for piece, share, part in _along(pieces, shares, to, parts[to]):
+                self._encode(piece, share.range, part, ctx.key(f"{piece.spec.name}/{to}"))
+        got = yield Scatter([(part,) for part in parts])
+        for rank, (theirs,) in enumerate(got):
+            for piece, share, part in _along(pieces, shares, ctx.rank, theirs):
+                self._decode(part, piece, share.range, add=rank > 0)
+
+    def _encode_sum(self, piece: Piece, share: Share, code: Tensor, ctx: Context) -> None:
+        total = piece.mean[share.range]
+        if not total.numel() or total.is_meta:
+            return
+        self.settle(total)
+        rest = ctx.room("rest", piece, total.numel(), total.dtype) if piece.owed is not None else None
+        code = code[: self.size(total.numel(), row(piece.spec))]
+        self.encode(total, code, row(piece.spec), ctx.key(f"{piece.spec.name}/sum"), rest)
+        if piece.owed is not None and rest is not None:
+            piece.owed[share.range] += rest
+
+    def _encode(self, piece: Piece, range: slice, code: Tensor, key: int) -> None:
+        x = piece.grad[range]
+        if x.numel() and not x.is_meta:
+            owed = piece.owed[range] if piece.owed is not None else None
+            self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, owed)
+
+    def _decode(self, code: Tensor, piece: Piece, range: slice, *, add: bool) -> None:
+        out = piece.mean[range]
+        if out.numel() and not out.is_meta:
+            self.decode(code[: self.size(out.numel(), row(piece.spec))], out, row(piece.spec), add)
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
+
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        shares = [self._shares(spec, workers) for spec in specs if self._divides(spec, workers)]
+        whole = sum(self._bytes(spec, spec.numel) for spec in specs if not self._divides(spec, workers))
+        if not shares:
+            return (Round(All, whole),)
+        sent = _sent(shares, workers)
+        return Round(Scatter, sum(sent)), Round(All, max(sent) + whole)
+
+    def _divides(self, spec: Spec, workers: int) -> bool:
+        """Whether a parameter travels in two phases; by itself, so that buckets change no result."""
+        gathered = (workers - 1) * self._bytes(spec, spec.numel)
+        if gathered <= A_ROUND:
+            return False
+        sizes = [share.nbytes for share in self._shares(spec, workers)]
+        return sum(sizes) - min(sizes) + (workers - 1) * max(sizes) + A_ROUND < gathered
+
+    def _shares(self, spec: Spec, workers: int) -> list[Share]:
+        grain = self.grain(row(spec))
+        units = -(-spec.numel // grain)
+        ends = [min(spec.numel, units * r // workers * grain) for r in range(workers + 1)]
+        return [Share(slice(a, b), self._bytes(spec, b - a)) for a, b in itertools.pairwise(ends)]
+
+    def _bytes(self, spec: Spec, count: int) -> int:
+        """A code takes up a multiple of eight bytes, so that the next one's numbers lie where numbers must."""
+        return -(-self.size(count, row(spec)) // 8) * 8 if count else 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a parameter that one worker sums, and the bytes of its code."""
+
+    range: slice
+    nbytes: int
+
+
+def _sent(shares: Sequence[Sequence[Share]], workers: int) -> list[int]:
+    """Bytes of all parameters' shares, for each worker."""
+    return [sum(each[to].nbytes for each in shares) for to in range(workers if shares else 0)]
+
+
+def _along(
+    pieces: Sequence[Piece], shares: Sequence[Sequence[Share]], of: int, code: Tensor
+) -> Iterator[tuple[Piece, Share, Tensor]]:
+    """One worker's shares of all parameters, and where their codes lie, one behind the other."""
+    at = 0
+    for piece, each in zip(pieces, shares, strict=True):
+        yield piece, each[of], code[at : at + each[of].nbytes]
+        at += each[of].nbytes
+
+
+def row(spec: Spec) -> int:
+    """The length of a parameter's rows: a matrix has one for each output, a vector is one."""
+    return max(1, math.prod(spec.shape[1:]) if len(spec.shape) > 1 else spec.numel)
+
+
+def numbers(code: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """A code's first `count` floats, and the bytes behind them."""
+    return code[: 4 * count].view(torch.float32), code[4 * count :]
+
+
+def put(value: Tensor, out: Tensor, add: bool) -> None:
+    """The plain end of a decoder."""
+    value = value.view(out.shape).to(out.dtype)
+    out.add_(value) if add else out.copy_(value)

@@ -1,0 +1,86 @@
+"""Compressors that send some values with their places, as many as there are: first how many, then all of them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.ops import All, Flow, Round, Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Compressor):
+    """Everyone gets everyone's values. Where all of a parameter's have one size, a place and a sign are enough."""
+
+    signed: ClassVar[bool] = False
+    """Whether the values of a parameter are plus or minus one number."""
+
+    @abstractmethod
+    def select(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Places in ascending order, and what is sent for each."""
+
+    @abstractmethod
+    def expected(self, spec: Spec) -> int:
+        """How many places are likely."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        pieces = bucket.pieces
+        chosen = [self._chosen(piece, ctx) for piece in pieces]
+        mine = [places.numel() for places, _ in chosen]
+        counts = torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device)
+        heads = yield All((counts, self._scales(chosen)))
+        each = [mine if theirs.is_meta else theirs.tolist() for theirs, _ in heads]
+        room = max(map(sum, each))
+        everyone = yield All(self._payload(chosen, room))
+        for piece in pieces:
+            piece.mean.zero_()
+        for (_, scales), lengths, payload in zip(heads, each, everyone, strict=True):  # in the order of ranks
+            self._add(pieces, lengths, scales, payload)
+        return state
+
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        width = 4 if self.signed else 4 + specs[0].dtype.itemsize
+        likely, most = (sum(count(spec) for spec in specs) * width for count in (self.expected, lambda s: s.numel))
+        return Round(All, (8 if self.signed else 4) * len(specs)), Round(All, likely, bound=most)
+
+    def _chosen(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
+        if piece.grad.is_meta or not piece.grad.numel():
+            count = min(self.expected(piece.spec), piece.grad.numel())
+            return piece.grad.new_empty(count, dtype=torch.int64), piece.grad.new_empty(count)
+        places, values = self.select(piece, ctx)
+        if piece.owed is not None:
+            rest = piece.grad[places] - values
+            if piece.owed.data_ptr() != piece.grad.data_ptr():
+                piece.owed.copy_(piece.grad)
+            piece.owed[places] = rest
+        return places, values
+
+    def _scales(self, chosen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """One number for each parameter, where that is all there is to say about its values."""
+        if not self.signed:
+            return chosen[0][1].new_empty(0, dtype=torch.float32)
+        return torch.stack([v[:1].abs().sum().float() for _, v in chosen])
+
+    def _payload(self, chosen: Sequence[tuple[Tensor, Tensor]], room: int) -> tuple[Tensor, ...]:
+        places, values = (torch.cat([pair[i] for pair in chosen]) for i in (0, 1))
+        pad = room - places.numel()
+        if self.signed:
+            return (torch.nn.functional.pad((places * 2 + torch.signbit(values)).int(), (0, pad)),)
+        return torch.nn.functional.pad(values, (0, pad)), torch.nn.functional.pad(places.int(), (0, pad))
+
+    def _add(self, pieces: Sequence[Piece], lengths: Sequence[int], scales: Tensor, payload: Sequence[Tensor]) -> None:
+        at = 0
+        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
+            part = [tensor[at : at + length] for tensor in payload]
+            at += length
+            if self.signed:
+                size = scales[number].to(piece.mean.dtype)
+                piece.mean.index_add_(0, part[0] >> 1, torch.where((part[0] & 1).bool(), -size, size))
+            else:
+                piece.mean.index_add_(0, part[1], part[0])

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from weft.compression import Context, Piece
+from weft.compression._sparse import Sparse
+from weft.ops import Spec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Adacomp(Sparse):
+    """In each small bin, what would pass the bin's largest value if it grew on as it did is sent [Chen et al. 2018].
+
+    G = owed + gradient; of a bin those go with |G + gradient| >= max|G|, as a sign times the mean of the bins' maxima.
+    4 bytes for each, gathered; a few in a bin. Meant to stand in error_feedback, whose memory is the paper's residue.
+    """
+
+    signed: ClassVar[bool] = True
+
+    bin: int = 500
+    """Values in a bin: the paper's L_T, 500 for dense and recurrent layers, 50 for convolutions."""
+
+    def __post_init__(self) -> None:
+        if self.bin < 1:
+            raise ValueError(f"bin is {self.bin}, but must be at least 1")
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        return float(x.double().norm()) + math.sqrt(x.numel()) * float(x.abs().max())
+
+    def select(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
+        whole, fresh = piece.grad, piece.fresh if piece.fresh is not None else piece.grad
+        padded = torch.nn.functional.pad(whole.abs(), (0, -whole.numel() % self.bin)).view(-1, self.bin)
+        most = padded.amax(1)
+        scale = most.double().mean().float().to(whole.dtype)
+        bar = most.repeat_interleave(self.bin)[: whole.numel()]
+        places = (((whole + fresh).abs() >= bar) & (whole != 0)).nonzero().view(-1)
+        return places, torch.where(whole[places] < 0, -scale, scale)
+
+    def expected(self, spec: Spec) -> int:
+        return min(spec.numel, 5 * -(-spec.numel // self.bin))

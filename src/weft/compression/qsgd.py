@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.compression._coded import Coded, numbers, put
+from weft.ops import Spec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qsgd(Coded):
+    """Each value as one of s levels of its bucket's norm, at random so that the mean is right [Alistarh et al. 2017].
+
+    sign(x) |x|_2 l / s with l = floor(s |x| / |x|_2 + u), u uniform in [0, 1). ceil(log2(2 s + 1)) bits for each value,
+    packed, and 4 bytes for each bucket; the paper's Elias code, which is shorter where most levels are 0, is not used.
+    """
+
+    levels: int = 16
+    """s: steps between zero and the norm."""
+    bucket: int = 512
+    """Values that share a norm."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 127:
+            raise ValueError(f"levels is {self.levels}, but must lie in 1 to 127")
+        if self.bucket < 8 or self.bucket % 8:
+            raise ValueError(f"bucket is {self.bucket}, but must be a multiple of 8")
+
+    @property
+    def width(self) -> int:
+        """Bits for a value."""
+        return (2 * self.levels).bit_length()
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        norms = torch.nn.functional.pad(x.double(), (0, -x.numel() % self.bucket)).view(-1, self.bucket).norm(dim=1)
+        return float(norms.norm()) * math.sqrt(self.bucket) / self.levels * (1 + 1e-4) + math.sqrt(x.numel()) * 1e-35
+
+    def size(self, count: int, width: int) -> int:
+        return 4 * -(-count // self.bucket) + kernels.packed_size(count, self.width)
+
+    def grain(self, width: int) -> int:
+        return self.bucket
+
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+        norms, codes = numbers(code, -(-x.numel() // self.bucket))
+        fast = kernels.of(x)
+        if fast:
+            fast.qsgd_encode(x, self.bucket, self.levels, self.width, codes, norms, owed, key)
+            return
+        values = x.float()
+        buckets = torch.nn.functional.pad(values, (0, -x.numel() % self.bucket)).view(-1, self.bucket)
+        norm = buckets.double().norm(dim=1).clamp(max=3.4028234e38).float()
+        factor = self.levels / norm
+        fine = (norm > 0) & (factor <= 3.4e38)
+        norms.copy_(torch.where(fine, norm, 0))
+        scaled = buckets.abs() * torch.where(fine, factor, 0)[:, None]
+        level = (
+            (scaled + kernels.uniform(buckets.numel(), key, x.device).view_as(buckets)).floor().clamp(max=self.levels)
+        )
+        level = torch.where(torch.signbit(buckets), -level, level).view(-1)[: x.numel()].to(torch.int64)
+        codes.copy_(kernels.pack(level + self.levels, self.width))
+        if owed is not None:
+            torch.sub(x, self._opened(level, norms), out=owed)
+
+    def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
+        norms, codes = numbers(code, -(-out.numel() // self.bucket))
+        fast = kernels.of(out)
+        if fast:
+            fast.qsgd_decode(codes, norms, self.bucket, self.levels, self.width, out, add)
+        else:
+            level = kernels.unpack(codes, out.numel(), self.width).to(torch.int64) - self.levels
+            put(self._opened(level, norms), out, add)
+
+    def _opened(self, level: Tensor, norms: Tensor) -> Tensor:
+        unit = (norms / self.levels).repeat_interleave(self.bucket)[: level.numel()]
+        return level.float() * unit

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.compression._coded import Coded, numbers, put
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sign(Coded):
+    """The sign of each value, one bit; each value moves the way most workers say [Bernstein et al. 2018].
+
+    d / 8 + 4 bytes. The mean is -1 or 1 (1 where votes are even), so a learning rate of its own is needed. scaled: no
+    vote; signs count by the mean of |x|, which approximates the gradient and can stand in error_feedback
+    [Karimireddy et al. 2019].
+    """
+
+    scaled: bool = False
+    """Send the mean of |x| along, and add up instead of voting."""
+
+    @property
+    def approximates(self) -> bool:
+        return self.scaled
+
+    def size(self, count: int, width: int) -> int:
+        return 4 + -(-count // 8)
+
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+        scale, bits = numbers(code, 1)
+        fast = kernels.of(x)
+        if fast:
+            total = fast.sign_encode(x, bits)
+        else:
+            total = x.abs().sum(dtype=torch.float64)
+            bits.copy_(kernels.pack(torch.signbit(x), 1))
+        scale.fill_(total / x.numel() if self.scaled else float(total > 0))
+        if owed is not None and fast:
+            fast.sign_rest(x, float(scale), -float(scale), owed)
+        elif owed is not None:
+            torch.sub(x, torch.where(torch.signbit(x), -scale, scale), out=owed)
+
+    def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
+        scale, bits = numbers(code, 1)
+        fast = kernels.of(out)
+        if fast:
+            fast.onebit_decode(bits, torch.cat([scale, -scale]), out.numel(), out, add)
+        else:
+            put(torch.where(kernels.unpack(bits, out.numel(), 1).bool(), -scale, scale), out, add)
+
+    def settle(self, total: Tensor) -> None:
+        if not self.scaled:
+            total.copy_(torch.where(total < 0, -1.0, 1.0))

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from weft import kernels
+from weft.compression._coded import Coded, numbers
+from weft.compression.twobit import ternary_decode, ternary_encode
+from weft.ops import Spec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Terngrad(Coded):
+    """Each value as -s, 0 or s, at random so that the mean is right, in two bits [Wen et al. 2017].
+
+    s = max|x| of the layer, after values are clipped to `clip` standard deviations; the odds of s are |x| / s. d / 4
+    and 4 bytes. Clipping is the one bias; clip=inf has none.
+    """
+
+    clip: float = 2.5
+    """Standard deviations to which values are clipped; inf: not at all."""
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"clip is {self.clip}, but must be positive")
+
+    @property
+    def unbiased(self) -> bool:
+        return self.clip == math.inf
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        return math.sqrt(x.numel()) * float(x.abs().max())
+
+    def size(self, count: int, width: int) -> int:
+        return 4 + kernels.packed_size(count, 2)
+
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+        scale, codes = numbers(code, 1)
+        scale.fill_(self._scale(x))
+        ternary_encode(x, float(scale), float(scale), codes, owed, key)
+
+    def _scale(self, x: Tensor) -> float:
+        fast = kernels.of(x)
+        if fast:
+            most, total, squares = (float(value) for value in fast.moments(x))
+        else:
+            wide = x.double()
+            most, total, squares = (float(v) for v in (wide.abs().max(), wide.sum(), wide.square().sum()))
+        if not math.isfinite(self.clip):
+            return most
+        mean = total / x.numel()
+        deviation = math.sqrt(max(0.0, squares / x.numel() - mean * mean))
+        return min(most, self.clip * deviation) if 0 < deviation < math.inf else most
+
+    def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
+        scale, codes = numbers(code, 1)
+        ternary_decode(codes, scale, out, add)

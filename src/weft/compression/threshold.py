@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from weft.compression import Context, Piece
+from weft.compression._sparse import Sparse
+from weft.ops import Spec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Sparse):
+    """Only values that have passed a fixed threshold are sent, as that threshold with their sign [Strom 2015].
+
+    4 bytes for each: a place and a sign. How many there are depends on the gradient, 1 % is assumed; they are gathered,
+    so n - 1 times as much reaches each worker. Meant to stand in error_feedback, where small values add up.
+    """
+
+    signed: ClassVar[bool] = True
+
+    tau: float = 0.01
+    """What is sent, and from where on."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tau < math.inf:
+            raise ValueError(f"tau is {self.tau}, but must be a positive number")
+
+    def error(self, x: Tensor, spec: Spec) -> float:
+        return float(x.double().abs().clamp(min=self.tau).norm())
+
+    def select(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
+        places = (piece.grad.abs() >= self.tau).nonzero().view(-1)
+        tau = torch.tensor(self.tau, dtype=torch.float32, device=piece.grad.device).to(piece.grad.dtype)
+        return places, torch.where(piece.grad[places] < 0, -tau, tau)
+
+    def expected(self, spec: Spec) -> int:
+        return -(-spec.numel // 100)

@@ -1,0 +1,59 @@
+"""Fast paths: what compressors say in plain PyTorch, at the speed of memory.
+
+`of(tensor)` gives the fast functions for where a tensor lies, or None: then the plain path is taken, which always works
+and against which these are tested. `WEFT_KERNELS=plain` turns them off.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def of(tensor: Tensor) -> ModuleType | None:
+    """The fast functions for this tensor; they take float32 that lies in one piece."""
+    if tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return None
+    return _cpu()
+
+
+@functools.cache
+def _cpu() -> ModuleType | None:
+    if os.environ.get("WEFT_KERNELS") == "plain":
+        return None
+    from weft.kernels import cpu
+
+    return cpu if cpu.library() is not None else None
+
+
+def uniform(count: int, key: int, device: torch.device, start: int = 0) -> Tensor:
+    """Numbers in [0, 1) from a counter and a key of 32 bits: the same on every device, in every kernel."""
+    x = (torch.arange(start, start + count, device=device) * 0x9E3779B9 + key) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) >> 8).float() * 2.0**-24
+
+
+def pack(codes: Tensor, width: int) -> Tensor:
+    """Codes of `width` bits, eight in `width` bytes; the last ones in as many bytes as they need."""
+    count = codes.numel()
+    eights = torch.nn.functional.pad(codes.to(torch.int64), (0, -count % 8)).view(-1, 8)
+    words = (eights << (width * torch.arange(8, device=codes.device))).sum(1)
+    return words.view(torch.uint8).view(-1, 8)[:, :width].reshape(-1)[: packed_size(count, width)]
+
+
+def unpack(packed: Tensor, count: int, width: int) -> Tensor:
+    """The codes that `pack` was given."""
+    groups = -(-count // 8)
+    eights = torch.nn.functional.pad(packed, (0, groups * width - packed.numel())).view(groups, width)
+    words = torch.nn.functional.pad(eights, (0, 8 - width)).contiguous().view(torch.int64).view(-1)
+    codes = words[:, None] >> (width * torch.arange(8, device=packed.device)) & ((1 << width) - 1)
+    return codes.view(-1)[:count].to(torch.uint8)
+
+
+def packed_size(count: int, width: int) -> int:
+    return (count * width + 7) // 8

@@ -1,0 +1,167 @@
+"""The functions of cpu.cpp for tensors in CPU memory, compiled once for this machine where there is a compiler.
+
+A call lets go of Python's lock, so that the training loop runs on beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
+_FLAGS += ["-fno-trapping-math"]
+_P, _I, _F, _N, _K = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_uint32
+_SIGNATURES = {
+    "int8_encode": (None, [_P, _I, _I, _P, _P, _P, _N, _K]),
+    "int8_decode": (None, [_P, _P, _I, _I, _P, _N]),
+    "sign_encode": (ctypes.c_double, [_P, _I, _P]),
+    "sign_rest": (None, [_P, _I, _F, _F, _P]),
+    "bf16_encode": (None, [_P, _I, _P, _P]),
+    "onebit_encode": (None, [_P, _I, _I, _P, _P, _P]),
+    "onebit_decode": (None, [_P, _P, _I, _I, _P, _N]),
+    "qsgd_encode": (None, [_P, _I, _I, _N, _N, _P, _P, _P, _K]),
+    "qsgd_decode": (None, [_P, _P, _I, _I, _N, _N, _P, _N]),
+    "ternary_encode": (None, [_P, _I, _F, _F, _N, _K, _P, _P]),
+    "ternary_decode": (None, [_P, _I, _F, _P, _N]),
+    "moments": (None, [_P, _I, _P, _P, _P]),
+    "places_from": (_I, [_P, _I, _F, _P, _I]),
+    "topk_encode": (None, [_P, _I, _I, _P, _I, _P, _P]),
+    "sparse_add": (None, [_P, _P, _I, _P]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where they cannot be had, which is said once."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        log.info("there is no C++ compiler, so compressors take their plain path: right, and several times slower")
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("fast compressors could not be built (%s), so the plain ones are taken: right, and slower", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _built(compiler: str) -> Path:
+    """The library for this source, compiler and processor, from the user's cache or made there."""
+    about = [_SOURCE.read_bytes(), " ".join([compiler, *_FLAGS]).encode(), _processor().encode()]
+    name = f"cpu-{hashlib.sha256(b'/'.join(about)).hexdigest()[:16]}.so"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    if (home / name).exists():
+        return home / name
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as aside:
+        made = Path(aside) / name
+        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        os.replace(made, home / name)
+    return home / name
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith("flags")), platform.machine())
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
+
+
+def _lib() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "asked for only where it was built"
+    return found
+
+
+def int8_encode(x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, key: int | None) -> None:
+    random, key = key is not None, key or 0
+    _lib().int8_encode(_at(x), x.numel(), block, _at(codes), _at(scales), _at(owed), random, key)
+
+
+def int8_decode(codes: Tensor, scales: Tensor, block: int, out: Tensor, add: bool) -> None:
+    _lib().int8_decode(_at(codes), _at(scales), out.numel(), block, _at(out), add)
+
+
+def sign_encode(x: Tensor, bits: Tensor) -> float:
+    return float(_lib().sign_encode(_at(x), x.numel(), _at(bits)))
+
+
+def sign_rest(x: Tensor, up: float, down: float, owed: Tensor) -> None:
+    """x without the value that stands for it."""
+    _lib().sign_rest(_at(x), x.numel(), up, down, _at(owed))
+
+
+def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
+    _lib().bf16_encode(_at(x), x.numel(), _at(out), _at(owed))
+
+
+def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None) -> None:
+    _lib().onebit_encode(_at(x), x.numel() // width, width, _at(bits), _at(values), _at(owed))
+
+
+def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bool) -> None:
+    _lib().onebit_decode(_at(bits), _at(values), out.numel() // width, width, _at(out), add)
+
+
+def qsgd_encode(
+    x: Tensor, bucket: int, levels: int, width: int, codes: Tensor, norms: Tensor, owed: Tensor | None, key: int
+) -> None:
+    _lib().qsgd_encode(_at(x), x.numel(), bucket, levels, width, _at(codes), _at(norms), _at(owed), key)
+
+
+def qsgd_decode(codes: Tensor, norms: Tensor, bucket: int, levels: int, width: int, out: Tensor, add: bool) -> None:
+    _lib().qsgd_decode(_at(codes), _at(norms), out.numel(), bucket, levels, width, _at(out), add)
+
+
+def ternary_encode(x: Tensor, scale: float, clip: float, codes: Tensor, owed: Tensor | None, key: int | None) -> None:
+    random, key = key is not None, key or 0
+    _lib().ternary_encode(_at(x), x.numel(), scale, clip, random, key, _at(codes), _at(owed))
+
+
+def ternary_decode(codes: Tensor, scale: float, out: Tensor, add: bool) -> None:
+    _lib().ternary_decode(_at(codes), out.numel(), scale, _at(out), add)
+
+
+def moments(x: Tensor) -> tuple[float, float, float]:
+    """The largest absolute value, the sum, and the sum of squares."""
+    found = [ctypes.c_double() for _ in range(3)]
+    _lib().moments(_at(x), x.numel(), *(ctypes.addressof(each) for each in found))
+    return found[0].value, found[1].value, found[2].value
+
+
+def places_from(x: Tensor, least: float, places: Tensor) -> int:
+    """The first places of values as large as that, as far as there is room; returns how many."""
+    return int(_lib().places_from(_at(x), x.numel(), least, _at(places), places.numel()))
+
+
+def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:
+    """The places and values of the largest, as many as there is room for; `candidates` is scratch memory."""
+    k = values.numel()
+    _lib().topk_encode(_at(x), x.numel(), k, _at(candidates), candidates.numel(), _at(places), _at(values))
+    return k
+
+
+def sparse_add(places: Tensor, values: Tensor, out: Tensor) -> None:
+    _lib().sparse_add(_at(places), _at(values), places.numel(), _at(out))
