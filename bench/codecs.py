@@ -2,8 +2,8 @@
 
     python bench/codecs.py                    25 M float32 values on one core
 
-Ways alternate, round by round, in buffers that are used again; the figure is the median of the rounds with quartiles, and
-the share of the copy's rate. The limit is the time of reading the values once.
+Ways alternate, round by round, in buffers that are used again; the figure is the median of the rounds, with quartiles
+and the share of the copy's rate. The limit is the time of reading the values once.
 """
 
 from __future__ import annotations

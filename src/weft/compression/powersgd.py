@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.ops import Flow, Round, Spec, Sum
 
@@ -17,7 +18,7 @@ from weft.ops import Flow, Round, Spec, Sum
 class Powersgd(Compressor):
     """A matrix as the product of two thin ones, by a power iteration from the last step's [Vogels et al. 2019].
 
-    P = sum of M Q, made orthonormal; Q = sum of M'P; the mean is P Q'. Both are summed unopened: rank (rows + columns)
+    P = sum of M Q', made orthonormal; Q = sum of P'M; the mean is P Q. Both are summed unopened: rank (rows + columns)
     values. Vectors, and matrices for which that is no less, go whole, with P. Meant to stand in error_feedback.
     """
 
@@ -33,7 +34,7 @@ class Powersgd(Compressor):
         whole = [piece for piece in bucket.pieces if not self._shape(piece.spec)]
         matrices = [piece.grad.view(_matrix(piece.spec)) for piece in thin]
         starts = [self._start(piece, state, ctx) for piece in thin]
-        first = [(m @ q).view(-1) for m, q in zip(matrices, starts, strict=True)] + [piece.grad for piece in whole]
+        first = [_right(m, q).view(-1) for m, q in zip(matrices, starts, strict=True)] + [piece.grad for piece in whole]
         total = yield Sum(torch.cat(first))
         sums = total.split([part.numel() for part in first])
         for piece, mean in zip(whole, sums[len(thin) :], strict=True):
@@ -43,14 +44,16 @@ class Powersgd(Compressor):
         if not thin:
             return state
         left = [orthonormal(p.view(m.shape[0], -1)) for p, m in zip(sums, matrices, strict=False)]
-        mine = [m.T @ p for m, p in zip(matrices, left, strict=True)]
-        total = yield Sum(torch.cat([q.reshape(-1) for q in mine]))
-        for piece, p, q, right in zip(thin, left, mine, total.split([q.numel() for q in mine]), strict=True):
+        mine = [_left(m, p) for m, p in zip(matrices, left, strict=True)]
+        total = yield Sum(torch.cat([q.view(-1) for q in mine]))
+        for piece, m, p, q, right in zip(
+            thin, matrices, left, mine, total.split([q.numel() for q in mine]), strict=True
+        ):
             if piece.owed is not None:
-                torch.sub(piece.grad, (p @ q.T).view(-1), out=piece.owed)
-            right = right.view_as(q)
-            piece.mean.copy_((p @ right.T).view(-1))
-            state.setdefault(piece.spec.name, {})["right"] = right.clone()
+                _product(p, q, piece.owed.view_as(m), m)
+            right = right.view_as(q).clone()
+            _product(p, right, piece.mean.view_as(m))
+            state.setdefault(piece.spec.name, {})["right"] = right
         return state
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
@@ -69,17 +72,47 @@ class Powersgd(Compressor):
         shape = self._shape(piece.spec)
         assert shape is not None
         kept = state.get(piece.spec.name, {}).get("right")
-        if kept is not None and kept.shape == shape[1:]:
+        if kept is not None and kept.shape == (shape[2], shape[1]):
             return kept
         if piece.grad.is_meta:
-            return piece.grad.new_empty(shape[1:])
-        draw = torch.randn(shape[1:], generator=ctx.generator(piece.spec.name, shared=True))
+            return piece.grad.new_empty(shape[2], shape[1])
+        draw = torch.randn(shape[2], shape[1], generator=ctx.generator(piece.spec.name, shared=True))
         return draw.to(piece.grad)
 
 
 def _matrix(spec: Spec) -> tuple[int, int]:
     """A parameter as a matrix: a row for each output."""
     return (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else (1, spec.numel)
+
+
+def _right(m: Tensor, q: Tensor) -> Tensor:
+    fast = kernels.of(m)
+    if fast is None:
+        return (m.clone() @ q.T).contiguous()  # where a matrix lies changes a library's last bits
+    p = m.new_empty(m.shape[0], q.shape[0])
+    fast.thin_right(m, q, p)
+    return p
+
+
+def _left(m: Tensor, p: Tensor) -> Tensor:
+    fast = kernels.of(m)
+    if fast is None:
+        return (p.T @ m.clone()).contiguous()
+    q = m.new_empty(p.shape[1], m.shape[1])
+    fast.thin_left(m, p, q)
+    return q
+
+
+def _product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
+    """p q, its terms added in one order, so that every replica has the same bits; or what is left without it."""
+    fast = kernels.of(out)
+    if fast is not None and (taken_from is None or kernels.of(taken_from)):
+        fast.thin_product(p, q, out, taken_from)
+        return
+    total = p[:, :1] * q[:1]
+    for k in range(1, p.shape[1]):
+        total += p[:, k : k + 1] * q[k : k + 1]
+    out.copy_(total if taken_from is None else taken_from - total)
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -94,4 +127,4 @@ def orthonormal(matrix: Tensor) -> Tensor:
         left = torch.linalg.vector_norm(column)
         fine = left > 1e-6 * size
         columns.append(torch.where(fine, column / torch.where(fine, left, 1), 0))
-    return torch.stack(columns, 1)
+    return torch.stack(columns, 1).contiguous()

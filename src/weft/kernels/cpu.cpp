@@ -382,6 +382,74 @@ void moments(const float *x, i64 n, double *most, double *sum_, double *squares_
     *squares_ = squares;
 }
 
+// --- thin matrices --------------------------------------------------------------------------------------------------------
+
+// p = m q', for thin q of `rank` rows: each value of m is read once.
+void thin_right(const float *m, i64 rows, i64 columns, const float *q, int rank, float *p) {
+    for (i64 r = 0; r < rows; r += 4) {
+        int some = (int)std::min<i64>(4, rows - r);
+        for (int k = 0; k < rank; k++) {
+            const float *other = q + k * columns;
+            v16 sums[4] = {};
+            double rest[4] = {};
+            i64 j = 0;
+            for (; j + 16 <= columns; j += 16) {
+                v16 right = load(other + j);
+                for (int a = 0; a < some; a++) sums[a] += load(m + (r + a) * columns + j) * right;
+            }
+            for (; j < columns; j++)
+                for (int a = 0; a < some; a++) rest[a] += (double)m[(r + a) * columns + j] * other[j];
+            for (int a = 0; a < some; a++) p[(r + a) * rank + k] = (float)(sum(sums[a]) + rest[a]);
+        }
+    }
+}
+
+// q += p' m.
+void thin_left(const float *m, i64 rows, i64 columns, const float *p, int rank, float *q) {
+    for (i64 r = 0; r < rows; r += 4) {
+        int some = (int)std::min<i64>(4, rows - r);
+        for (i64 start = 0; start < columns; start += CHUNK) {
+            i64 size = std::min(CHUNK, columns - start);
+            for (int k = 0; k < rank; k++) {
+                float *to = q + k * columns + start;
+                const float *from = m + r * columns + start;
+                float a = p[r * rank + k];
+                if (some == 4) {
+                    float b = p[(r + 1) * rank + k], c = p[(r + 2) * rank + k], d = p[(r + 3) * rank + k];
+                    for (i64 j = 0; j < size; j++)
+                        to[j] += (a * from[j] + b * from[j + columns]) + (c * from[j + 2 * columns] + d * from[j + 3 * columns]);
+                } else {
+                    for (int i = 0; i < some; i++)
+                        for (i64 j = 0; j < size; j++) to[j] += p[(r + i) * rank + k] * from[j + i * columns];
+                }
+            }
+        }
+    }
+}
+
+// out = p q, or m - p q; the terms of a value are added in the order of the ranks, so that its bits are the same everywhere.
+void thin_product(const float *p, const float *q, i64 rows, i64 columns, int rank, const float *m, float *out) {
+    for (i64 r = 0; r < rows; r++) {
+        const float *left = p + r * rank;
+        for (i64 start = 0; start < columns; start += CHUNK) {
+            i64 size = std::min(CHUNK, columns - start);
+            float values[CHUNK];
+            for (i64 j = 0; j < size; j++) values[j] = left[0] * q[start + j];
+            for (int k = 1; k < rank; k++) {
+                const float *right = q + k * columns + start;
+                for (i64 j = 0; j < size; j++) values[j] += left[k] * right[j];
+            }
+            float *to = out + r * columns + start;
+            if (m) {
+                const float *from = m + r * columns + start;
+                for (i64 j = 0; j < size; j++) to[j] = from[j] - values[j];
+            } else {
+                std::memcpy(to, values, size * sizeof(float));
+            }
+        }
+    }
+}
+
 // --- narrower floats ----------------------------------------------------------------------------------------------------
 
 // To bfloat16, to the nearest, ties to even, as PyTorch does; all values are finite.

@@ -29,6 +29,9 @@ _SIGNATURES = {
     "int8_decode": (None, [_P, _P, _I, _I, _P, _N]),
     "sign_encode": (ctypes.c_double, [_P, _I, _P]),
     "sign_rest": (None, [_P, _I, _F, _F, _P]),
+    "thin_right": (None, [_P, _I, _I, _P, _N, _P]),
+    "thin_left": (None, [_P, _I, _I, _P, _N, _P]),
+    "thin_product": (None, [_P, _P, _I, _I, _N, _P, _P]),
     "bf16_encode": (None, [_P, _I, _P, _P]),
     "onebit_encode": (None, [_P, _I, _I, _P, _P, _P]),
     "onebit_decode": (None, [_P, _P, _I, _I, _P, _N]),
@@ -111,6 +114,22 @@ def sign_encode(x: Tensor, bits: Tensor) -> float:
 def sign_rest(x: Tensor, up: float, down: float, owed: Tensor) -> None:
     """x without the value that stands for it."""
     _lib().sign_rest(_at(x), x.numel(), up, down, _at(owed))
+
+
+def thin_right(m: Tensor, q: Tensor, p: Tensor) -> None:
+    """p = m q'."""
+    _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p))
+
+
+def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
+    """q = p' m."""
+    q.zero_()
+    _lib().thin_left(_at(m), *m.shape, _at(p), p.shape[1], _at(q))
+
+
+def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
+    """out = p q, or what is left of a matrix without that."""
+    _lib().thin_product(_at(p), _at(q), *out.shape, p.shape[1], _at(taken_from), _at(out))
 
 
 def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
