@@ -25,7 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.process.faults import POINTS, Faults
 from tests.process.harness import ChildError, spawn
-from tests.process.test_bits import COMPRESSIONS, SCHEDULES, TOPOLOGIES, digest, model_with_dice
+from tests.process.test_bits import (
+    COMPRESSIONS,
+    MORE_COMPRESSIONS,
+    SCHEDULES,
+    TOPOLOGIES,
+    digest,
+    model_with_dice,
+)
+from weft.compression import _coded
 from weft.profile import Cost, Seen
 from weft.runtime import guard
 from weft.store.checkpoint import found_in, newest
@@ -50,6 +58,7 @@ class Noisy(Dataset[Any]):
 def job(folder: str, attempt: int, loaders: int = 0) -> str:
     """Train to the end, noting every batch and loss on the way; returns a hash of the final state."""
     guard.HASH_EVERY = 3
+    _coded.A_ROUND = 64  # so that codes travel in two phases
     run = weft.init(out=folder, steps=STEPS, seed=3)
     model = model_with_dice()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -171,7 +180,7 @@ def resized(tmp_path: Path, scratch: Path, compression: str, dice: random.Random
     assert story.notes() == notes
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", [*COMPRESSIONS, *MORE_COMPRESSIONS])
 def test_resized_from_4_to_3_to_4_to_2_is_the_same_run(tmp_path: Path, scratch: Path, compression: str) -> None:
     resized(tmp_path / "run", scratch, compression, random.Random(f"resized {compression}"), (4, 3, 4, 2))
 

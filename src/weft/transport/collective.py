@@ -175,11 +175,12 @@ class Processes:
         """Worker to worker, one message per pair of processes; inside a process parts change hands in memory."""
         layout, ranks, me = self.layout, self.layout.carried(), self.layout.process
         likes = [op.parts[rank] for op, rank in zip(ops, ranks, strict=True)]  # what others send me is shaped alike
-        rows = {me: torch.cat([pack(op.parts[to]) for to in ranks for op in ops])}
+        rows = {me: self._home(torch.cat([pack(op.parts[to]) for to in ranks for op in ops]))}
         sends, recvs = [], []
         for p in range(layout.processes):
             if p != me:
-                sends.append((p, torch.cat([pack(op.parts[to]) for to in layout.carried(p) for op in ops])))
+                packed = torch.cat([pack(op.parts[to]) for to in layout.carried(p) for op in ops])
+                sends.append((p, self._home(packed)))
                 size = len(layout.carried(p)) * sum(nbytes(like) for like in likes)
                 rows[p] = torch.empty(size, dtype=torch.uint8, device=rows[me].device)
                 recvs.append((p, rows[p]))
@@ -190,9 +191,14 @@ class Processes:
             at = 0
             for i, like in enumerate(likes):
                 for _ in layout.carried(p):
-                    got[i].append(unpack(rows[p][at : at + nbytes(like)], like))
+                    row = rows[p][at : at + nbytes(like)].to(like[0].device)
+                    got[i].append(unpack(row, like))
                     at += nbytes(like)
         return got
+
+    def _home(self, packed: Tensor) -> Tensor:
+        """Where messages leave from."""
+        return packed.cpu() if self.staged else packed
 
     def _lowered(self, op: Collective, tag: int) -> Wire:
         """Any topology, carried message by message between processes."""
