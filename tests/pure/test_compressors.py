@@ -266,6 +266,39 @@ def test_uniform_is_uniform() -> None:
     assert not torch.equal(drawn, kernels.uniform(100_000, 12346, torch.device("cpu")))
 
 
+# --- momentum ---
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None:
+    """Against the paper's pseudo-code, worker by worker."""
+    compression, spec, workers, momentum = of(f"dgc(ratio=0.02, warmup={warmup})"), Spec("p0", (100,)), 3, 0.9
+    states: list[State] = [{} for _ in range(workers)]
+    u, v = torch.zeros(workers, 100), torch.zeros(workers, 100)
+    sizes = []
+    for step in range(6):
+        grads = [torch.randn(100, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(workers)]
+        pieces = [Piece(spec, grad.clone(), torch.zeros(100)) for grad in grads]
+        contexts = [Context(step=step, rank=r, workers=workers, momentum=momentum) for r in range(workers)]
+        flows = [
+            compression.exchange(Bucket((piece,)), state, ctx)
+            for piece, state, ctx in zip(pieces, states, contexts, strict=True)
+        ]
+        loopback.run(flows)
+        mean = torch.zeros(100)
+        for r in range(workers):
+            u[r] = momentum * u[r] + grads[r]
+            v[r] += u[r]
+            k = math.ceil(compression._ratio(step) * 100)
+            mask = torch.zeros(100).index_fill_(0, v[r].abs().topk(k).indices, 1.0).bool()
+            mean[mask] += v[r][mask]
+            u[r][mask], v[r][mask] = 0.0, 0.0
+        sizes.append(k)
+        assert all(torch.allclose(piece.mean, mean, atol=1e-6) for piece in pieces)
+        assert all(torch.allclose(state["p0"]["owed"], row, atol=1e-6) for state, row in zip(states, v, strict=True))
+    assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
+
+
 # --- low rank ---------------------------------------------------------------------------------------------------------
 
 

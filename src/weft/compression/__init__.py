@@ -48,6 +48,8 @@ class Context:
     rank: int
     workers: int
     seed: int = 0
+    momentum: float = 0.0
+    """The optimizer's, where the compressor claims it."""
     rooms: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Memory that is used again in the next step; it holds nothing that matters."""
 
@@ -80,6 +82,10 @@ class Compressor(Answer, ABC):
     """Whether the mean is exactly the mean."""
     keeps_account: ClassVar[bool] = False
     """Whether it asks an inner compressor for what that did not send."""
+    owes: ClassVar[bool] = False
+    """Whether it remembers what it has not sent yet, as `owed`."""
+    claims: ClassVar[tuple[str, ...]] = ()
+    """What it takes over from the optimizer."""
 
     @property
     def approximates(self) -> bool:

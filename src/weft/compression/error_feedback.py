@@ -20,6 +20,7 @@ class ErrorFeedback(Compressor):
     """
 
     keeps_account: ClassVar[bool] = True
+    owes: ClassVar[bool] = True
 
     inner: Compressor
     """The lossy compressor to be made up for."""

@@ -48,6 +48,7 @@ class Engine:
         self.clock = Clock(device)
         self.states: list[State] = [{} for _ in transport.layout.carried()]
         self.rooms: dict[Any, torch.Tensor] = {}
+        self.momentum = 0.0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
@@ -199,7 +200,14 @@ class _Passage:
             assert mine is not None, "a gate opens when the bucket is full"
             members = memory.members[self.bucket]
             engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
-            ctx = Context(step=self.step, rank=rank, workers=layout.workers, seed=engine.seed, rooms=engine.rooms)
+            ctx = Context(
+                step=self.step,
+                rank=rank,
+                workers=layout.workers,
+                seed=engine.seed,
+                momentum=engine.momentum,
+                rooms=engine.rooms,
+            )
             self.flows.append(engine.compression.exchange(mine, state, ctx))
         self._resume([None] * len(self.flows))
         engine.spans.encode.append((begun, engine.clock.stamp()))

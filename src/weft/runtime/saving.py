@@ -35,7 +35,7 @@ from weft.runtime.turns import Turns
 from weft.store.checkpoint import Manifest, Policy, aside, contribute, load, prune, publish, read_manifest
 from weft.store.plain import plain, value
 from weft.store.shards import DamagedError
-from weft.strategy import Strategy
+from weft.strategy import Strategy, wrapped
 from weft.transport.collective import Layout
 
 log = logging.getLogger(__name__)
@@ -349,12 +349,16 @@ def _memory(saved: Saved, rank: int, count: int, strategy: Strategy) -> dict[str
     if same and saved.manifest.workers == count:
         return dict(_cloned(heir[0]))
     merged: dict[str, dict[str, Tensor]] = {}
-    for memory in heir if strategy.compression.keeps_account else ():
+    for memory in heir if _owes(strategy) else ():
         for name, kept in memory.items():
             if "owed" in kept:
                 owed = merged.setdefault(name, {"owed": torch.zeros_like(kept["owed"])})["owed"]
                 owed += kept["owed"]
     return merged
+
+
+def _owes(strategy: Strategy) -> bool:
+    return any(layer.owes for layer in wrapped(strategy.compression))
 
 
 def conversions(saved: Saved, workers: int, strategy: Strategy) -> list[str]:
@@ -367,7 +371,7 @@ def conversions(saved: Saved, workers: int, strategy: Strategy) -> list[str]:
             "step's batch has another size, and bits are not those of the run before"
         )
     if old.compression != strategy.compression and any(w["memory"] for w in saved.workers.values()):
-        kept = old.compression.keeps_account and strategy.compression.keeps_account
+        kept = _owes(old) and _owes(strategy)
         said.append(
             f"{old.compression} has become {strategy.compression}: "
             + ("what was owed is still owed, other memory is lost" if kept else "what was owed is lost")

@@ -38,6 +38,7 @@ from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
 from weft.runtime.between import BetweenSteps, policy_here
 from weft.runtime.choose import choose_strategy
+from weft.runtime.claims import check_claims, claimed_momentum, claims
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
 from weft.runtime.folder import describe, describe_model
@@ -198,11 +199,13 @@ class Run:
         if wrapper is None:
             keep_memory()
             self._transport.spread([*model.parameters(), *model.buffers()])
+        momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
         parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
         known = self._between.open(parts, specs, self._recorder)
         if not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
+            engine.momentum = momentum or 0.0
             self._watch.engine = engine
             self._gradients = Gradients(
                 model,
@@ -321,6 +324,7 @@ class Run:
         """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
         step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
         piecewise = Piecewise(optimizer)
+        claimed = self._gradients is not None and claims(self.strategy)
 
         def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None and not self.world.alone:
@@ -334,6 +338,8 @@ class Run:
             if not turns.complete:
                 return None
             self._check_finite(optimizer)
+            if claimed:
+                check_claims(optimizer)
             self._watch.optimizer_began()
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+
+from weft.compression import Bucket, Compressor, Context, State
+from weft.compression.topk import Topk
+from weft.ops import All, Flow, Round, Spec
+
+_FIRST = 0.25
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Dgc(Compressor):
+    """Deep gradient compression: the largest of what momentum has added up, worker by worker [Lin et al. 2018].
+
+    u = m u + g, v = v + u; the k largest of v are sent, and v and u become 0 there. m is the momentum of the loop's
+    SGD, which then steps without one; its weight decay has none either. In the first `warmup` steps more is sent: 1/4
+    of all values, then 1/16, and so on down to `ratio`.
+    """
+
+    claims: ClassVar[tuple[str, ...]] = ("momentum",)
+    owes: ClassVar[bool] = True
+
+    ratio: float = 0.001
+    """The share of each parameter's values that is sent."""
+    clip: float = math.inf
+    """The norm to which a gradient, as a mean over workers, is clipped before it is added up, by parameter."""
+    warmup: int = 0
+    """Steps until the ratio is reached; the paper's are four epochs."""
+    sampled: bool = False
+    """Let a sample tell from which size on values are sent."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio is {self.ratio}, but must lie in (0, 1]")
+        if not self.clip > 0:
+            raise ValueError(f"clip is {self.clip}, but must be positive")
+        if self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup}, but must not be negative")
+
+    @property
+    def approximates(self) -> bool:
+        return False
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        pieces = []
+        for piece in bucket.pieces:
+            memory = state.setdefault(piece.spec.name, {})
+            for key in ("velocity", "owed"):
+                if key not in memory:
+                    memory[key] = torch.zeros_like(piece.grad)
+            grad = piece.grad
+            if math.isfinite(self.clip):
+                most = self.clip * ctx.workers**-1.5  # a worker's share of a gradient that adds up as noise does
+                grad = grad * (most / grad.norm().clamp(min=most))
+            memory["velocity"].mul_(ctx.momentum).add_(grad)
+            due = memory["owed"].add_(memory["velocity"])
+            pieces.append(replace(piece, grad=due, owed=due))
+        inner = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled).exchange(Bucket(tuple(pieces)), state, ctx)
+        payloads = yield next(inner)
+        for piece in pieces:
+            state[piece.spec.name]["velocity"].masked_fill_(piece.grad == 0, 0.0)
+        try:
+            inner.send(payloads)
+        except StopIteration:
+            return state
+        raise AssertionError("top-k asks once")
+
+    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        (last,) = Topk(ratio=self.ratio).rounds(specs, workers)
+        (first,) = Topk(ratio=self._ratio(0)).rounds(specs, workers)
+        return (Round(All, last.nbytes, bound=first.nbytes) if self.warmup else last,)
+
+    def _ratio(self, step: int) -> float:
+        if step >= self.warmup:
+            return self.ratio
+        stages = max(1, math.ceil(math.log(self.ratio) / math.log(_FIRST)))
+        return max(self.ratio, _FIRST ** (1 + stages * step // self.warmup))
