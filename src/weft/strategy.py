@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,9 +132,8 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
             instead=f"'bsp / {topology}'; asynchronous workers need a server or gossip, which are not built yet",
         )
-    layers = list(wrapped(compression))
-    for outer, inner in itertools.pairwise(layers):
-        if outer.name == inner.name:
+    for outer, inner in nested(compression):
+        if outer.keeps_account and any(layer.keeps_account for layer in wrapped(inner)):
             yield Conflict(
                 str(outer),
                 str(inner),
@@ -154,16 +152,23 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 str(outer),
                 str(inner),
                 why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
-                instead=f"'{inner}' alone, or error_feedback({inner.name}(scaled=true))",
+                instead=f"'{inner}' alone, or error_feedback(topk), or error_feedback(sign(scaled=true))",
             )
 
 
 def wrapped(compression: Compressor) -> Iterator[Compressor]:
     """A compressor and, outside in, what it wraps."""
     yield compression
-    inner = getattr(compression, "inner", None)
-    if isinstance(inner, Compressor):
-        yield from wrapped(inner)
+    yield from (inner for _, inner in nested(compression))
+
+
+def nested(outer: Compressor) -> Iterator[tuple[Compressor, Compressor]]:
+    """Each wrapper with what it wraps, outside in."""
+    for field in dataclasses.fields(outer):
+        inner = getattr(outer, field.name)
+        if isinstance(inner, Compressor):
+            yield outer, inner
+            yield from nested(inner)
 
 
 def _raw_table(value: Any, axis: str) -> Raw:

@@ -41,7 +41,7 @@ def needs(kind: type[Answer]) -> set[str]:
 
 def default(kind: type[Answer]) -> Any:
     """An answer as it comes; a wrapper around topk."""
-    return make(kind, {"inner": "topk(ratio=0.3)"} if "inner" in needs(kind) else {})
+    return make(kind, dict.fromkeys(needs(kind), "topk(ratio=0.3)"))
 
 
 def all_of(axis: str, *more: str) -> Any:
@@ -63,6 +63,7 @@ compressors = all_of(
     "qsgd(levels=1, bucket=8)",
     "random_k(ratio=0.3, scaled=true)",
     "only(topk(ratio=0.3), min_numel=10)",
+    "mixed(onebit, kernels=adacomp(bin=5), vectors=cast)",
     "error_feedback(topk)",
     "error_feedback(cast)",
     "error_feedback(cast(dtype=fp16))",

@@ -48,6 +48,8 @@ RUNS = {
     "dgc": "bsp / direct / dgc",
     "signsgd": "bsp / direct / sign",
     "low_rank": "bsp / direct / error_feedback(powersgd)",
+    "linear_scaling": "bsp / direct",
+    "lars": "bsp / direct",
 }
 BESIDE = {"p3"}
 """Known, but named by no survey."""

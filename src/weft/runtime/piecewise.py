@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from weft.numerics import Lamb, Lars
+
 _NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax Rprop ASGD Adafactor"
-_SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)}
+_SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)} | {Lamb, Lars}
 
 
 def obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
