@@ -140,6 +140,13 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 why=f"{outer.name} around {inner.name} keeps the same account twice",
                 instead=f"'{inner}'",
             )
+        if inner.claims:
+            yield Conflict(
+                str(outer),
+                str(inner),
+                why=f"{inner.name} takes the {inner.claims[0]} over for all parameters, and {outer.name} hands it some",
+                instead=f"'{inner}' alone",
+            )
         if outer.keeps_account and inner.lossless:
             yield Conflict(
                 str(outer),

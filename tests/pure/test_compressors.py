@@ -18,6 +18,7 @@ from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State, _coded
 from weft.compression._coded import Coded
 from weft.compression.powersgd import orthonormal
+from weft.errors import Conflict, SpellingError
 from weft.ops import Scatter, Spec
 from weft.strategy import Strategy
 from weft.topology.direct import Direct
@@ -297,6 +298,63 @@ def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None
         assert all(torch.allclose(piece.mean, mean, atol=1e-6) for piece in pieces)
         assert all(torch.allclose(state["p0"]["owed"], row, atol=1e-6) for state, row in zip(states, v, strict=True))
     assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("error_feedback(sign)", "does not approximate the gradient"),
+        ("error_feedback(random_k(scaled=true))", "does not approximate the gradient"),
+        ("error_feedback(dense)", "nothing is ever owed"),
+        ("error_feedback(only(error_feedback(topk)))", "keeps the same account twice"),
+        ("mixed(error_feedback(error_feedback(topk)))", "keeps the same account twice"),
+        ("only(dgc)", "takes the momentum over for all parameters"),
+        ("error_feedback(dgc)", "takes the momentum over"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, why: str) -> None:
+    with pytest.raises(Conflict, match=why):
+        Strategy.parse(f"bsp / direct / {text}").check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error_feedback(only(topk))",
+        "only(error_feedback(topk))",
+        "mixed(error_feedback(onebit), vectors=cast)",
+        "only(only(int8))",
+    ],
+)
+def test_what_can_be_is_not(text: str) -> None:
+    Strategy.parse(f"bsp / direct / {text}").check()
+
+
+NONSENSE = [
+    "int8(block=7)",
+    "qsgd(levels=0)",
+    "qsgd(levels=200)",
+    "qsgd(bucket=5)",
+    "topk(ratio=2)",
+    "random_k(ratio=0)",
+]
+NONSENSE += [
+    "twobit(threshold=0)",
+    "threshold(tau=-1)",
+    "terngrad(clip=0)",
+    "gradient_dropping(drop=1)",
+    "adacomp(bin=0)",
+]
+NONSENSE += ["powersgd(rank=0)", "dgc(ratio=0)", "dgc(clip=0)", "dgc(warmup=-1)"]
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_parameters_that_make_no_sense(text: str) -> None:
+    with pytest.raises(SpellingError, match="but must"):
+        Strategy.parse(f"bsp / direct / {text}")
 
 
 # --- low rank ---------------------------------------------------------------------------------------------------------

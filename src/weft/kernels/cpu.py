@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("fast compressors could not be built (%s), so the plain ones are taken: right, and slower", error)
         return None
     for name, (result, arguments) in _SIGNATURES.items():
