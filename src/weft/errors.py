@@ -50,7 +50,8 @@ class PeerLost(WeftError, RuntimeError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """A half sentence that suggests what was meant: `; did you mean 'ring'?`, or the whole list when short."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    close.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, word).ratio(), name[:1] != word[:1]))
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(names)}" if names else ""
