@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from weft.errors import UserError
+
 Payload = tuple[Tensor, ...]
 
 
@@ -137,6 +139,16 @@ class Round:
 def nbytes(payload: Payload) -> int:
     """Bytes that a payload takes on the wire."""
     return sum(part.numel() * part.element_size() for part in payload)
+
+
+def nameable(specs: Sequence[Spec], most: int) -> None:
+    """Refuse parameters whose places a payload has no room to name."""
+    for spec in specs:
+        if spec.numel > most:
+            raise UserError(
+                f"{spec.name} has {spec.numel} values, and a payload names the places of {most} at most; "
+                "divide the parameter, or use a compressor that sends no places, such as int8"
+            )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State, _coded
 from weft.compression._coded import Coded
 from weft.compression.powersgd import orthonormal
-from weft.errors import Conflict, SpellingError
+from weft.errors import Conflict, SpellingError, UserError
 from weft.ops import Scatter, Spec
 from weft.strategy import Strategy
 from weft.topology.direct import Direct
@@ -355,6 +355,12 @@ NONSENSE += ["powersgd(rank=0)", "dgc(ratio=0)", "dgc(clip=0)", "dgc(warmup=-1)"
 def test_parameters_that_make_no_sense(text: str) -> None:
     with pytest.raises(SpellingError, match="but must"):
         Strategy.parse(f"bsp / direct / {text}")
+
+
+@pytest.mark.parametrize("text", ["topk", "gradient_dropping", "threshold", "error_feedback(adacomp)", "dgc"])
+def test_places_that_cannot_be_named_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="names the places of"):
+        of(text).rounds([Spec("p", (2**31 + 8,))], 2)
 
 
 # --- low rank ---------------------------------------------------------------------------------------------------------

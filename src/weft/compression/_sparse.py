@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Bucket, Compressor, Context, Piece, State
-from weft.ops import All, Flow, Round, Spec
+from weft.ops import All, Flow, Round, Spec, nameable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Sparse(Compressor):
         return state
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        nameable(specs, 2**30 if self.signed else 2**31)
         width = 4 if self.signed else 4 + specs[0].dtype.itemsize
         likely, most = (sum(count(spec) for spec in specs) * width for count in (self.expected, lambda s: s.numel))
         return Round(All, (8 if self.signed else 4) * len(specs)), Round(All, likely, bound=most)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
-from weft.ops import All, Flow, Round, Spec
+from weft.ops import All, Flow, Round, Spec, nameable
 
 _SAMPLE = 16384
 
@@ -87,6 +87,7 @@ class Topk(Compressor):
         return chosen.numel()
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
+        nameable(specs, 2**31)
         return (Round(All, sum(self._k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)
 
     def _k(self, numel: int) -> int:

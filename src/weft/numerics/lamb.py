@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from weft.numerics._layerwise import Layerwise
 
 
-class Lamb(Optimizer):
+class Lamb(Layerwise):
     """Adam whose step is scaled layer by layer to the size of the weights [You et al. 2020].
 
     r = m^ / (sqrt(v^) + eps) + decay w; w = w - lr |w| / |r| r, with 1 for the ratio where either is 0.
@@ -25,18 +25,6 @@ class Lamb(Optimizer):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError("lr and weight_decay must not be negative, eps must be positive, and betas lie in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad, (first, second), state = param.grad, group["betas"], self.state[param]

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from weft.numerics._layerwise import Layerwise
 
 
-class Lars(Optimizer):
+class Lars(Layerwise):
     """SGD with momentum whose rate is scaled layer by layer [You et al. 2017].
 
     lr_l = lr eta |w| / (|g| + beta |w|); v = m v + lr_l (g + beta w); w = w - v. Vectors (biases, norms) keep the plain
@@ -28,18 +28,6 @@ class Lars(Optimizer):
             raise ValueError("lr, momentum and weight_decay must not be negative, and eta must be positive")
         usual = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "vectors": vectors}
         super().__init__(params, usual)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad, decay = param.grad, group["weight_decay"]
