@@ -1,6 +1,7 @@
 """What compressing does to learning: held-out losses of `text` with 2 M parameters after 1,000 steps on 4 workers.
 
     python bench/convergence.py FOLDER --parallel 4      every row, so many runs at once; goes on where it stopped
+    python bench/convergence.py FOLDER --processes 1     four workers carried by one process, as on one GPU
     python bench/convergence.py FOLDER --table           the table of what is there
 
 Each compressor has its paper's settings; dense with the same optimizer, seeds and learning rate stands beside it.
@@ -65,11 +66,12 @@ def runs(folder: Path) -> Iterator[tuple[Row, int, Path]]:
             yield row, seed, folder / f"{name}-{seed}"
 
 
-def train(row: Row, seed: int, out: Path, steps: int) -> None:
+def train(row: Row, seed: int, out: Path, steps: int, processes: int) -> None:
     if (out / "report.json").exists():
         return
     command = [sys.executable, "-m", "weft.cli", "train", "text", "-n", "4", "--steps", str(steps), "--seed", str(seed)]
-    command += ["--strategy", f"bsp / direct / {row.compression}", "--save-every", "0", "--out", str(out), "--"]
+    command += ["--processes", str(processes), "--strategy", f"bsp / direct / {row.compression}"]
+    command += ["--save-every", "0", "--out", str(out), "--"]
     command += ["--size", "2m", *row.options]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     outcome = "ended" if done.returncode == 0 else done.stderr[-500:]
@@ -97,12 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=4, help="that carry the four workers of a run")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if not args.table:
         with ThreadPoolExecutor(args.parallel) as pool:
-            for waiting in [pool.submit(train, *each, args.steps) for each in runs(args.folder)]:
+            for waiting in [pool.submit(train, *each, args.steps, args.processes) for each in runs(args.folder)]:
                 waiting.result()
     table(args.folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +27,16 @@ class Piece:
     mean: Tensor
     owed: Tensor | None = None
     """Where somebody keeps account: the exchange leaves here what it did not send. May be `grad`'s memory."""
+    behind: bool = False
+    """Whether `owed` holds what was not sent before, which is to be sent with `grad`."""
     fresh: Tensor | None = None
     """Where `grad` holds what was owed before too: the gradient of this step alone."""
+
+    def due(self) -> Piece:
+        """With all that is to be sent in `grad`, added up in the memory of `owed`."""
+        if self.owed is None or not self.behind:
+            return self
+        return replace(self, grad=self.owed.add_(self.grad), behind=False, fresh=self.grad)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,11 @@ class Bucket:
     pieces: tuple[Piece, ...]
     flat: Tensor | None = None
     """All of the pieces' `grad` as one tensor, where they lie side by side and are their own `mean`."""
+
+    def due(self) -> Bucket:
+        """With all that is to be sent in each piece's `grad`."""
+        behind = any(piece.behind for piece in self.pieces)
+        return Bucket(tuple(piece.due() for piece in self.pieces)) if behind else self
 
 
 @dataclass(frozen=True, kw_only=True)

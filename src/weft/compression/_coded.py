@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.ops import All, Flow, Round, Scatter, Spec
 
@@ -37,8 +38,11 @@ class Coded(Compressor):
         """Bytes of the code of so many values in rows of `width`."""
 
     @abstractmethod
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
-        """Write the code of x, and where asked for what it leaves out. `key` names random numbers."""
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+        """Write the code of x, and where asked for what it leaves out. `key` names random numbers.
+
+        behind: what is owed already goes with x; only where there are fast functions for x.
+        """
 
     @abstractmethod
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
@@ -101,10 +105,12 @@ class Coded(Compressor):
             piece.owed[share.range] += rest
 
     def _encode(self, piece: Piece, range: slice, code: Tensor, key: int) -> None:
-        x = piece.grad[range]
-        if x.numel() and not x.is_meta:
-            owed = piece.owed[range] if piece.owed is not None else None
-            self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, owed)
+        x, owed, behind = piece.grad[range], piece.owed[range] if piece.owed is not None else None, piece.behind
+        if not x.numel() or x.is_meta:
+            return
+        if owed is not None and behind and not kernels.of(x):
+            x, behind = owed.add_(x), False
+        self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, owed, behind)
 
     def _decode(self, code: Tensor, piece: Piece, range: slice, *, add: bool) -> None:
         out = piece.mean[range]

@@ -38,8 +38,7 @@ class ErrorFeedback(Compressor):
             memory = state.setdefault(piece.spec.name, {})
             if "owed" not in memory:
                 memory["owed"] = torch.zeros_like(piece.grad)
-            due = memory["owed"].add_(piece.grad)
-            pieces.append(replace(piece, grad=due, owed=due, fresh=piece.grad))
+            pieces.append(replace(piece, owed=memory["owed"], behind=True))
         return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

@@ -45,11 +45,11 @@ class Int8(Coded):
     def grain(self, width: int) -> int:
         return self.block
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         scales, codes = self._parts(code, x.numel())
         fast = kernels.of(x)
         if fast:
-            fast.int8_encode(x, self.block, codes, scales, owed, key if self.stochastic else None)
+            fast.int8_encode(x, self.block, codes, scales, owed, behind, key if self.stochastic else None)
             return
         blocks = _in_blocks(x, self.block)
         scale = blocks.abs().amax(1, keepdim=True) / 127

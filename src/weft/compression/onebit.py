@@ -25,11 +25,11 @@ class Onebit(Coded):
     def grain(self, width: int) -> int:
         return width
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         values, bits = numbers(code, 2 * (x.numel() // width))
         fast = kernels.of(x)
         if fast:
-            fast.onebit_encode(x, width, bits, values, owed)
+            fast.onebit_encode(x, width, bits, values, owed, behind)
             return
         rows = x.view(-1, width)
         negative = torch.signbit(rows)

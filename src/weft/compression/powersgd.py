@@ -31,10 +31,9 @@ class Powersgd(Compressor):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         thin = [piece for piece in bucket.pieces if self._shape(piece.spec)]
-        whole = [piece for piece in bucket.pieces if not self._shape(piece.spec)]
-        matrices = [piece.grad.view(_matrix(piece.spec)) for piece in thin]
-        starts = [self._start(piece, state, ctx) for piece in thin]
-        first = [_right(m, q).view(-1) for m, q in zip(matrices, starts, strict=True)] + [piece.grad for piece in whole]
+        whole = [piece.due() for piece in bucket.pieces if not self._shape(piece.spec)]
+        first = [_right(piece, self._start(piece, state, ctx)).view(-1) for piece in thin]
+        first += [piece.grad for piece in whole]
         total = yield Sum(torch.cat(first))
         sums = total.split([part.numel() for part in first])
         for piece, mean in zip(whole, sums[len(thin) :], strict=True):
@@ -43,16 +42,16 @@ class Powersgd(Compressor):
                 piece.owed.zero_()
         if not thin:
             return state
+        matrices = [_all_of(piece) for piece in thin]
         left = [orthonormal(p.view(m.shape[0], -1)) for p, m in zip(sums, matrices, strict=False)]
         mine = [_left(m, p) for m, p in zip(matrices, left, strict=True)]
-        total = yield Sum(torch.cat([q.view(-1) for q in mine]))
-        for piece, m, p, q, right in zip(
-            thin, matrices, left, mine, total.split([q.numel() for q in mine]), strict=True
-        ):
+        for piece, m, p, q in zip(thin, matrices, left, mine, strict=True):
             if piece.owed is not None:
                 _product(p, q, piece.owed.view_as(m), m)
+        total = yield Sum(torch.cat([q.view(-1) for q in mine]))
+        for piece, p, q, right in zip(thin, left, mine, total.split([q.numel() for q in mine]), strict=True):
             right = right.view_as(q).clone()
-            _product(p, right, piece.mean.view_as(m))
+            _product(p, right, piece.mean.view(_matrix(piece.spec)))
             state.setdefault(piece.spec.name, {})["right"] = right
         return state
 
@@ -85,12 +84,20 @@ def _matrix(spec: Spec) -> tuple[int, int]:
     return (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else (1, spec.numel)
 
 
-def _right(m: Tensor, q: Tensor) -> Tensor:
-    fast = kernels.of(m)
+def _all_of(piece: Piece) -> Tensor:
+    """What is to be sent of a parameter, after the first product."""
+    return (piece.owed if piece.owed is not None and piece.behind else piece.grad).view(_matrix(piece.spec))
+
+
+def _right(piece: Piece, q: Tensor) -> Tensor:
+    """The first product; what was owed before is added up with the gradient on the way."""
+    fast = kernels.of(piece.grad)
     if fast is None:
+        m = piece.due().grad.view(_matrix(piece.spec))
         return (m.clone() @ q.T).contiguous()  # where a matrix lies changes a library's last bits
+    m = piece.grad.view(_matrix(piece.spec))
     p = m.new_empty(m.shape[0], q.shape[0])
-    fast.thin_right(m, q, p)
+    fast.thin_right(m, q, p, piece.owed if piece.behind else None)
     return p
 
 
@@ -116,15 +123,35 @@ def _product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Its columns, each made orthogonal to those before it (Gram-Schmidt, twice) and of length 1; zero where nothing is
-    left."""
-    columns: list[Tensor] = []
-    for column in matrix.unbind(1):
-        size = torch.linalg.vector_norm(column)
+    """Its columns, each made orthogonal to those before it and of length 1; zero where nothing is left."""
+    if matrix.is_meta:
+        return matrix
+    wide = matrix.double()
+    products = wide.T @ wide
+    fast = kernels.of(matrix)
+    small = fast.basis(products) if fast and matrix.is_cuda else basis(products)
+    return (wide @ small).to(matrix.dtype)
+
+
+def basis(products: Tensor) -> Tensor:
+    """Columns that make a matrix orthonormal, from the products of its columns: Gram-Schmidt, twice, on those alone.
+
+    In float64, so that what is 10^-6 of a column's length is still told from nothing.
+    """
+    g, rank = products.tolist(), len(products)
+    found: list[list[float]] = []
+    for k in range(rank):
+        column = [float(i == k) for i in range(rank)]
         for _ in range(2):
-            for done in columns:
-                column = column - (done @ column) * done
-        left = torch.linalg.vector_norm(column)
-        fine = left > 1e-6 * size
-        columns.append(torch.where(fine, column / torch.where(fine, left, 1), 0))
-    return torch.stack(columns, 1).contiguous()
+            image = _times(g, column)
+            for done in found:
+                share = sum(a * b for a, b in zip(done, image, strict=True))
+                column = [a - share * b for a, b in zip(column, done, strict=True)]
+        left = sum(a * b for a, b in zip(column, _times(g, column), strict=True))
+        scale = left**-0.5 if left > 1e-12 * g[k][k] else 0.0
+        found.append([scale * a for a in column])
+    return torch.tensor(found, dtype=torch.float64, device=products.device).T.contiguous()
+
+
+def _times(matrix: list[list[float]], column: list[float]) -> list[float]:
+    return [sum(a * b for a, b in zip(row, column, strict=True)) for row in matrix]

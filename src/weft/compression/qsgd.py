@@ -51,11 +51,11 @@ class Qsgd(Coded):
     def grain(self, width: int) -> int:
         return self.bucket
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         norms, codes = numbers(code, -(-x.numel() // self.bucket))
         fast = kernels.of(x)
         if fast:
-            fast.qsgd_encode(x, self.bucket, self.levels, self.width, codes, norms, owed, key)
+            fast.qsgd_encode(x, self.bucket, self.levels, self.width, codes, norms, owed, behind, key)
             return
         values = x.float()
         buckets = torch.nn.functional.pad(values, (0, -x.numel() % self.bucket)).view(-1, self.bucket)

@@ -42,6 +42,7 @@ class RandomK(Compressor):
         return float(x.double().norm()) * (max(1.0, 1 / self.ratio - 1) if self.scaled else 1.0)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        bucket = bucket.due()
         chosen = [self._places(piece, ctx) for piece in bucket.pieces]
         values = torch.cat([piece.grad[at] for piece, at in zip(bucket.pieces, chosen, strict=True)])
         for piece, at in zip(bucket.pieces, chosen, strict=True):

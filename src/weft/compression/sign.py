@@ -30,18 +30,16 @@ class Sign(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + -(-count // 8)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         scale, bits = numbers(code, 1)
         fast = kernels.of(x)
         if fast:
-            total = fast.sign_encode(x, bits)
-        else:
-            total = x.abs().sum(dtype=torch.float64)
-            bits.copy_(kernels.pack(torch.signbit(x), 1))
-        scale.fill_(total / x.numel() if self.scaled else float(total > 0))
-        if owed is not None and fast:
-            fast.sign_rest(x, float(scale), -float(scale), owed)
-        elif owed is not None:
+            fast.sign_encode(x, bits, scale, self.scaled, owed, behind)
+            return
+        total = x.abs().sum(dtype=torch.float64)
+        scale.copy_(total / x.numel() if self.scaled else total > 0)
+        bits.copy_(kernels.pack(torch.signbit(x), 1))
+        if owed is not None:
             torch.sub(x, torch.where(torch.signbit(x), -scale, scale), out=owed)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:

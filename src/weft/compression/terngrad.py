@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
+import torch
 from torch import Tensor
 
 from weft import kernels
@@ -38,23 +40,23 @@ class Terngrad(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + kernels.packed_size(count, 2)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         scale, codes = numbers(code, 1)
-        scale.fill_(self._scale(x))
-        ternary_encode(x, float(scale), float(scale), codes, owed, key)
+        if owed is not None and behind:
+            x = owed.add_(x)
+        scale.copy_(self._scale(x))
+        ternary_encode(x, scale, codes, owed, False, key)
 
-    def _scale(self, x: Tensor) -> float:
+    def _scale(self, x: Tensor) -> Tensor:
         fast = kernels.of(x)
-        if fast:
-            most, total, squares = (float(value) for value in fast.moments(x))
-        else:
-            wide = x.double()
-            most, total, squares = (float(v) for v in (wide.abs().max(), wide.sum(), wide.square().sum()))
+        wide = x.double() if fast is None else x
+        moments = fast.moments(x) if fast else (wide.abs().max(), wide.sum(), wide.square().sum())
+        most, total, squares = cast(Sequence[Tensor], moments)
         if not math.isfinite(self.clip):
             return most
-        mean = total / x.numel()
-        deviation = math.sqrt(max(0.0, squares / x.numel() - mean * mean))
-        return min(most, self.clip * deviation) if 0 < deviation < math.inf else most
+        deviation = (squares / x.numel() - (total / x.numel()).square()).clamp(min=0).sqrt()
+        usable = (deviation > 0) & deviation.isfinite()
+        return torch.where(usable, torch.minimum(most, self.clip * deviation), most)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         scale, codes = numbers(code, 1)

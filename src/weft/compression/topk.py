@@ -34,6 +34,7 @@ class Topk(Compressor):
             raise ValueError(f"ratio is {self.ratio}, but must lie in (0, 1]")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
+        bucket = bucket.due()
         counts = [self._k(piece.spec.numel) for piece in bucket.pieces]
         first = bucket.pieces[0]
         values = ctx.room("values", first, sum(counts), first.grad.dtype)
@@ -81,7 +82,7 @@ class Topk(Compressor):
         bar = sample.topk(max(1, round(self.ratio * sample.numel()))).values[-1]
         fast = kernels.of(grad)
         if fast:
-            return int(fast.places_from(grad, float(bar), places))
+            return int(fast.places_from(grad, bar, places))
         chosen = (grad.abs() >= bar).nonzero().view(-1)[: places.numel()]
         places[: chosen.numel()] = chosen
         return chosen.numel()

@@ -34,28 +34,28 @@ class Twobit(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + kernels.packed_size(count, 2)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None) -> None:
+    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
         scale, codes = numbers(code, 1)
         scale.fill_(self.threshold)
-        ternary_encode(x, float(scale), math.inf, codes, owed, None)
+        ternary_encode(x, scale, codes, owed, behind, None)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         scale, codes = numbers(code, 1)
         ternary_decode(codes, scale, out, add)
 
 
-def ternary_encode(x: Tensor, scale: float, clip: float, codes: Tensor, owed: Tensor | None, key: int | None) -> None:
-    """Each value as -scale, 0 or scale. With a key: at random, so that the mean is right for what is below `clip`."""
+def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
+    """Each value as -scale, 0 or scale. With a key: at random, so that the mean is right below the scale."""
     fast = kernels.of(x)
     if fast:
-        fast.ternary_encode(x, scale, clip, codes, owed, key)
+        fast.ternary_encode(x, scale, codes, owed, behind, key)
         return
     size = x.float().abs()
     if key is None:
         sent = size >= scale
     else:
-        inverse = 1 / torch.tensor(scale)
-        odds = size.clamp(max=clip) * (float(inverse) if inverse <= 3.4e38 else 0.0)
+        inverse = 1 / scale
+        odds = torch.minimum(size, scale) * torch.where(inverse <= 3.4e38, inverse, 0)
         sent = odds > kernels.uniform(x.numel(), key, x.device)
     levels = torch.where(torch.signbit(x), -1, 1) * sent
     codes.copy_(kernels.pack(levels + 1, 2))
@@ -66,6 +66,6 @@ def ternary_encode(x: Tensor, scale: float, clip: float, codes: Tensor, owed: Te
 def ternary_decode(codes: Tensor, scale: Tensor, out: Tensor, add: bool) -> None:
     fast = kernels.of(out)
     if fast:
-        fast.ternary_decode(codes, float(scale), out, add)
+        fast.ternary_decode(codes, scale, out, add)
     else:
         put((kernels.unpack(codes, out.numel(), 2).float() - 1) * scale, out, add)

@@ -7,6 +7,7 @@ and against which these are tested. `WEFT_KERNELS=plain` turns them off.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from types import ModuleType
 
@@ -16,15 +17,17 @@ from torch import Tensor
 
 def of(tensor: Tensor) -> ModuleType | None:
     """The fast functions for this tensor; they take float32 that lies in one piece."""
-    if tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return None
-    return _cpu()
+    return _on(tensor.device.type)
 
 
 @functools.cache
-def _cpu() -> ModuleType | None:
-    if os.environ.get("WEFT_KERNELS") == "plain":
+def _on(device: str) -> ModuleType | None:
+    if os.environ.get("WEFT_KERNELS") == "plain" or device not in ("cpu", "cuda"):
         return None
+    if device == "cuda":
+        return importlib.import_module("weft.kernels.cuda") if importlib.util.find_spec("triton") else None
     from weft.kernels import cpu
 
     return cpu if cpu.library() is not None else None

@@ -152,16 +152,24 @@ template <bool ADD> static inline void spread(const uint8_t *bits, i64 n, float 
     }
 }
 
+// Where the rest of a block is owed already, it is added up there, and that is what is encoded.
+static inline const float *due(const float *x, float *owed, int behind, i64 start, i64 n) {
+    if (!behind) return x + start;
+    for (i64 i = start; i < start + n; i++) owed[i] += x[i];
+    return owed + start;
+}
+
 static const i64 CHUNK = 1024;  // values that stay in the first-level cache; a multiple of 64
 
 extern "C" {
 
 // --- int8: a scale for each block ---------------------------------------------------------------------------------------
 
-void int8_encode(const float *x, i64 n, i64 block, int8_t *codes, float *scales, float *owed, int random, uint32_t key) {
+void int8_encode(const float *x, i64 n, i64 block, int8_t *codes, float *scales, float *owed, int behind, int random,
+                 uint32_t key) {
     for (i64 start = 0, b = 0; start < n; start += block, b++) {
         i64 size = std::min(block, n - start);
-        const float *from = x + start;
+        const float *from = due(x, owed, behind, start, size);
         int8_t *to = codes + start;
         float scale = largest(from, size) / 127.0f;
         float inverse = 1.0f / scale;
@@ -199,12 +207,16 @@ void int8_decode(const int8_t *codes, const float *scales, i64 n, i64 block, flo
 
 // --- one bit: signs, and two values for each row ------------------------------------------------------------------------
 
-// Packed signs of x (1: negative), and the sum of absolute values, for a scale.
-double sign_encode(const float *x, i64 n, uint8_t *bits) {
+static void sign_rest(const float *x, i64 n, float up, float down, float *owed) {
+    for (i64 i = 0; i < n; i++) owed[i] = x[i] - (std::signbit(x[i]) ? down : up);
+}
+
+// Packed signs of x (1: negative), and what they stand for: the mean of |x| where scaled, else 1, or 0 where all is zero.
+void sign_encode(const float *x, i64 n, uint8_t *bits, float *scale, int scaled, float *owed, int behind) {
     double total = 0;
     for (i64 start = 0; start < n; start += CHUNK) {
         i64 size = std::min(CHUNK, n - start), i = 0;
-        const float *from = x + start;
+        const float *from = due(x, owed, behind, start, size);
         v16 sizes = {};
         for (; i + 16 <= size; i += 16) sizes += absolute(load(from + i));
         for (; i < size; i++) total += std::fabs(from[i]);
@@ -215,18 +227,15 @@ double sign_encode(const float *x, i64 n, uint8_t *bits) {
             std::memcpy(bits + (start + k) / 8, &word, (some + 7) / 8);
         }
     }
-    return total;
-}
-
-void sign_rest(const float *x, i64 n, float up, float down, float *owed) {
-    for (i64 i = 0; i < n; i++) owed[i] = x[i] - (std::signbit(x[i]) ? down : up);
+    *scale = scaled ? (float)(total / n) : (float)(total > 0);
+    if (owed) sign_rest(behind ? owed : x, n, *scale, -*scale, owed);
 }
 
 // Each row's bits start at a byte of their own. values[2 r], values[2 r + 1]: what stands for row r's other and negative ones.
-void onebit_encode(const float *x, i64 rows, i64 width, uint8_t *bits, float *values, float *owed) {
+void onebit_encode(const float *x, i64 rows, i64 width, uint8_t *bits, float *values, float *owed, int behind) {
     i64 stride = (width + 7) / 8;
     for (i64 r = 0; r < rows; r++) {
-        const float *row = x + r * width;
+        const float *row = due(x, owed, behind, r * width, width);
         double all = 0, sizes = 0;
         i64 negative = 0;
         for (i64 start = 0; start < width; start += CHUNK) {
@@ -271,20 +280,21 @@ void onebit_decode(const uint8_t *bits, const float *values, i64 rows, i64 width
 
 // QSGD: for each bucket its norm, and for each value the level (|x| / norm) levels, rounded at random, shifted by `levels`.
 void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, uint8_t *out, float *norms, float *owed,
-                 uint32_t key) {
+                 int behind, uint32_t key) {
     uint8_t codes[CHUNK];
     for (i64 first = 0, b = 0; first < n; first += bucket, b++) {
         i64 whole = std::min(bucket, n - first), i = 0;
-        float most = largest(x + first, whole);
+        const float *all = due(x, owed, behind, first, whole);
+        float most = largest(all, whole);
         float shrink = most > 1e15f || most < 1e-15f ? 1.0f / most : 1.0f;  // so that squares stay in range
         if (!(shrink <= 3.4e38f)) shrink = 0.0f;
         v16 squares = {};
         double total = 0;
         for (; i + 16 <= whole; i += 16) {
-            v16 v = load(x + first + i) * shrink;
+            v16 v = load(all + i) * shrink;
             squares += v * v;
         }
-        for (; i < whole; i++) total += (double)(x[first + i] * shrink) * (x[first + i] * shrink);
+        for (; i < whole; i++) total += (double)(all[i] * shrink) * (all[i] * shrink);
         total += sum(squares);
         float norm = shrink > 0.0f ? (float)std::min(3.4028234e38, std::sqrt(total) / shrink) : 0.0f;
         float factor = (float)levels / norm, unit = norm / (float)levels;
@@ -292,7 +302,7 @@ void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, uint8
         norms[b] = norm;
         for (i64 start = first; start < first + whole; start += CHUNK) {
             i64 size = std::min(CHUNK, first + whole - start);
-            const float *from = x + start;
+            const float *from = all + (start - first);
             for (i = 0; i < size; i++) {
                 float q = std::floor(std::fabs(from[i]) * factor + uniform((uint32_t)(start + i), key));
                 int32_t level = (int32_t)std::min(q, (float)levels);
@@ -323,16 +333,16 @@ void qsgd_decode(const uint8_t *in, const float *norms, i64 n, i64 bucket, int l
 }
 
 // Three values: -scale, 0, scale. random: with probability |x| / scale, clipped; else where |x| reaches the scale.
-void ternary_encode(const float *x, i64 n, float scale, float clip, int random, uint32_t key, uint8_t *out, float *owed) {
+void ternary_encode(const float *x, i64 n, float scale, int random, uint32_t key, uint8_t *out, float *owed, int behind) {
     uint8_t codes[CHUNK];
     float inverse = 1.0f / scale;
     if (!(scale > 0.0f) || !(inverse <= 3.4e38f)) inverse = 0.0f;
     for (i64 start = 0; start < n; start += CHUNK) {
         i64 size = std::min(CHUNK, n - start);
-        const float *from = x + start;
+        const float *from = due(x, owed, behind, start, size);
         if (random)
             for (i64 i = 0; i < size; i++) {
-                float a = std::min(std::fabs(from[i]), clip);
+                float a = std::min(std::fabs(from[i]), scale);
                 int32_t sent = a * inverse > uniform((uint32_t)(start + i), key);
                 codes[i] = (uint8_t)(1 + (std::signbit(from[i]) ? -sent : sent));
             }
@@ -361,7 +371,7 @@ void ternary_decode(const uint8_t *in, i64 n, float scale, float *out, int add) 
 }
 
 // The largest absolute value, the sum, and the sum of squares.
-void moments(const float *x, i64 n, double *most, double *sum_, double *squares_) {
+void moments(const float *x, i64 n, double *found) {
     uint32_t top = 0;
     double all = 0, squares = 0;
     for (i64 start = 0; start < n; start += CHUNK) {
@@ -377,17 +387,18 @@ void moments(const float *x, i64 n, double *most, double *sum_, double *squares_
         all += sum(plain), squares += sum(squared);
         top = std::max(top, magnitude(largest(from, size)));
     }
-    *most = as_float(top);
-    *sum_ = all;
-    *squares_ = squares;
+    found[0] = as_float(top);
+    found[1] = all;
+    found[2] = squares;
 }
 
 // --- thin matrices --------------------------------------------------------------------------------------------------------
 
-// p = m q', for thin q of `rank` rows: each value of m is read once.
-void thin_right(const float *m, i64 rows, i64 columns, const float *q, int rank, float *p) {
+// p = m q', for thin q of `rank` rows: each value of m is read once. With `owed`: that is added to m, and left there.
+void thin_right(const float *m, i64 rows, i64 columns, const float *q, int rank, float *p, float *owed) {
     for (i64 r = 0; r < rows; r += 4) {
         int some = (int)std::min<i64>(4, rows - r);
+        const float *from = due(m, owed, owed != nullptr, r * columns, some * columns);
         for (int k = 0; k < rank; k++) {
             const float *other = q + k * columns;
             v16 sums[4] = {};
@@ -395,10 +406,10 @@ void thin_right(const float *m, i64 rows, i64 columns, const float *q, int rank,
             i64 j = 0;
             for (; j + 16 <= columns; j += 16) {
                 v16 right = load(other + j);
-                for (int a = 0; a < some; a++) sums[a] += load(m + (r + a) * columns + j) * right;
+                for (int a = 0; a < some; a++) sums[a] += load(from + a * columns + j) * right;
             }
             for (; j < columns; j++)
-                for (int a = 0; a < some; a++) rest[a] += (double)m[(r + a) * columns + j] * other[j];
+                for (int a = 0; a < some; a++) rest[a] += (double)from[a * columns + j] * other[j];
             for (int a = 0; a < some; a++) p[(r + a) * rank + k] = (float)(sum(sums[a]) + rest[a]);
         }
     }

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -25,21 +26,20 @@ _FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contra
 _FLAGS += ["-fno-trapping-math"]
 _P, _I, _F, _N, _K = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_uint32
 _SIGNATURES = {
-    "int8_encode": (None, [_P, _I, _I, _P, _P, _P, _N, _K]),
+    "int8_encode": (None, [_P, _I, _I, _P, _P, _P, _N, _N, _K]),
     "int8_decode": (None, [_P, _P, _I, _I, _P, _N]),
-    "sign_encode": (ctypes.c_double, [_P, _I, _P]),
-    "sign_rest": (None, [_P, _I, _F, _F, _P]),
-    "thin_right": (None, [_P, _I, _I, _P, _N, _P]),
+    "sign_encode": (None, [_P, _I, _P, _P, _N, _P, _N]),
+    "thin_right": (None, [_P, _I, _I, _P, _N, _P, _P]),
     "thin_left": (None, [_P, _I, _I, _P, _N, _P]),
     "thin_product": (None, [_P, _P, _I, _I, _N, _P, _P]),
     "bf16_encode": (None, [_P, _I, _P, _P]),
-    "onebit_encode": (None, [_P, _I, _I, _P, _P, _P]),
+    "onebit_encode": (None, [_P, _I, _I, _P, _P, _P, _N]),
     "onebit_decode": (None, [_P, _P, _I, _I, _P, _N]),
-    "qsgd_encode": (None, [_P, _I, _I, _N, _N, _P, _P, _P, _K]),
+    "qsgd_encode": (None, [_P, _I, _I, _N, _N, _P, _P, _P, _N, _K]),
     "qsgd_decode": (None, [_P, _P, _I, _I, _N, _N, _P, _N]),
-    "ternary_encode": (None, [_P, _I, _F, _F, _N, _K, _P, _P]),
+    "ternary_encode": (None, [_P, _I, _F, _N, _K, _P, _P, _N]),
     "ternary_decode": (None, [_P, _I, _F, _P, _N]),
-    "moments": (None, [_P, _I, _P, _P, _P]),
+    "moments": (None, [_P, _I, _P]),
     "places_from": (_I, [_P, _I, _F, _P, _I]),
     "topk_encode": (None, [_P, _I, _I, _P, _I, _P, _P]),
     "sparse_add": (None, [_P, _P, _I, _P]),
@@ -98,27 +98,24 @@ def _lib() -> ctypes.CDLL:
     return found
 
 
-def int8_encode(x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, key: int | None) -> None:
+def int8_encode(
+    x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, behind: bool, key: int | None
+) -> None:
     random, key = key is not None, key or 0
-    _lib().int8_encode(_at(x), x.numel(), block, _at(codes), _at(scales), _at(owed), random, key)
+    _lib().int8_encode(_at(x), x.numel(), block, _at(codes), _at(scales), _at(owed), behind, random, key)
 
 
 def int8_decode(codes: Tensor, scales: Tensor, block: int, out: Tensor, add: bool) -> None:
     _lib().int8_decode(_at(codes), _at(scales), out.numel(), block, _at(out), add)
 
 
-def sign_encode(x: Tensor, bits: Tensor) -> float:
-    return float(_lib().sign_encode(_at(x), x.numel(), _at(bits)))
+def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, owed: Tensor | None, behind: bool) -> None:
+    _lib().sign_encode(_at(x), x.numel(), _at(bits), _at(scale), scaled, _at(owed), behind)
 
 
-def sign_rest(x: Tensor, up: float, down: float, owed: Tensor) -> None:
-    """x without the value that stands for it."""
-    _lib().sign_rest(_at(x), x.numel(), up, down, _at(owed))
-
-
-def thin_right(m: Tensor, q: Tensor, p: Tensor) -> None:
-    """p = m q'."""
-    _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p))
+def thin_right(m: Tensor, q: Tensor, p: Tensor, owed: Tensor | None) -> None:
+    """p = m q'; with `owed`: (owed + m) q', and that is left there."""
+    _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p), _at(owed))
 
 
 def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
@@ -136,8 +133,8 @@ def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
     _lib().bf16_encode(_at(x), x.numel(), _at(out), _at(owed))
 
 
-def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None) -> None:
-    _lib().onebit_encode(_at(x), x.numel() // width, width, _at(bits), _at(values), _at(owed))
+def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
+    _lib().onebit_encode(_at(x), x.numel() // width, width, _at(bits), _at(values), _at(owed), behind)
 
 
 def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bool) -> None:
@@ -145,34 +142,42 @@ def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bo
 
 
 def qsgd_encode(
-    x: Tensor, bucket: int, levels: int, width: int, codes: Tensor, norms: Tensor, owed: Tensor | None, key: int
+    x: Tensor,
+    bucket: int,
+    levels: int,
+    width: int,
+    codes: Tensor,
+    norms: Tensor,
+    owed: Tensor | None,
+    behind: bool,
+    key: int,
 ) -> None:
-    _lib().qsgd_encode(_at(x), x.numel(), bucket, levels, width, _at(codes), _at(norms), _at(owed), key)
+    _lib().qsgd_encode(_at(x), x.numel(), bucket, levels, width, _at(codes), _at(norms), _at(owed), behind, key)
 
 
 def qsgd_decode(codes: Tensor, norms: Tensor, bucket: int, levels: int, width: int, out: Tensor, add: bool) -> None:
     _lib().qsgd_decode(_at(codes), _at(norms), out.numel(), bucket, levels, width, _at(out), add)
 
 
-def ternary_encode(x: Tensor, scale: float, clip: float, codes: Tensor, owed: Tensor | None, key: int | None) -> None:
+def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
     random, key = key is not None, key or 0
-    _lib().ternary_encode(_at(x), x.numel(), scale, clip, random, key, _at(codes), _at(owed))
+    _lib().ternary_encode(_at(x), x.numel(), float(scale), random, key, _at(codes), _at(owed), behind)
 
 
-def ternary_decode(codes: Tensor, scale: float, out: Tensor, add: bool) -> None:
-    _lib().ternary_decode(_at(codes), out.numel(), scale, _at(out), add)
+def ternary_decode(codes: Tensor, scale: Tensor, out: Tensor, add: bool) -> None:
+    _lib().ternary_decode(_at(codes), out.numel(), float(scale), _at(out), add)
 
 
-def moments(x: Tensor) -> tuple[float, float, float]:
-    """The largest absolute value, the sum, and the sum of squares."""
-    found = [ctypes.c_double() for _ in range(3)]
-    _lib().moments(_at(x), x.numel(), *(ctypes.addressof(each) for each in found))
-    return found[0].value, found[1].value, found[2].value
+def moments(x: Tensor) -> Tensor:
+    """The largest absolute value, the sum, and the sum of squares, in float64."""
+    found = torch.empty(3, dtype=torch.float64)
+    _lib().moments(_at(x), x.numel(), _at(found))
+    return found
 
 
-def places_from(x: Tensor, least: float, places: Tensor) -> int:
+def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
     """The first places of values as large as that, as far as there is room; returns how many."""
-    return int(_lib().places_from(_at(x), x.numel(), least, _at(places), places.numel()))
+    return int(_lib().places_from(_at(x), x.numel(), float(least), _at(places), places.numel()))
 
 
 def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:

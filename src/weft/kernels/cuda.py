@@ -1,0 +1,670 @@
+"""The functions of cpu.py for tensors on a GPU, in Triton: one read of the gradient, and nothing asked of the GPU.
+
+Decoders give the bits that plain PyTorch gives: nothing is contracted into fused multiply-adds there, and divisions
+round correctly. Only `topk_encode` and `places_from` ask for a number, of large parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 4096
+_ROW = 16384
+"""Values that a program may hold at once; longer rows are read twice."""
+_FEW = 1 << 17
+"""Values up to which PyTorch's own selection is quick enough."""
+_SAMPLE = 1 << 16
+
+
+# --- in every kernel --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _uniform(i, key):
+    """kernels.uniform: numbers in [0, 1) from a counter; the factors are its own, as signed numbers."""
+    x = (i * -1640531527 + key).to(tl.uint32, bitcast=True)
+    x = ((x ^ (x >> 16)).to(tl.int32, bitcast=True) * -2048144789).to(tl.uint32, bitcast=True)
+    x = ((x ^ (x >> 13)).to(tl.int32, bitcast=True) * -1028477387).to(tl.uint32, bitcast=True)
+    return ((x ^ (x >> 16)) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _due(x, owed, at, inside, behind):
+    v = tl.load(x + at, mask=inside, other=0.0)
+    if behind:
+        v += tl.load(owed + at, mask=inside, other=0.0)
+    return v
+
+
+@triton.jit
+def _negative(v):
+    return v.to(tl.int32, bitcast=True) < 0
+
+
+@triton.jit
+def _reciprocal(s):
+    """1 / s, or 0 where that is no number."""
+    inverse = tl.div_rn(1.0, s)
+    return tl.where(inverse <= 3.4e38, inverse, 0.0)
+
+
+@triton.jit
+def _store_packed(code, to, first, most, width: tl.constexpr):
+    """Codes [rows, groups, 8] of `width` bits, as bytes from `to`; `first`: each group's first byte; up to `most`."""
+    eight = tl.arange(0, 8)[None, None, :]
+    if width <= 4:
+        word = tl.sum(code << (eight * width), axis=2)
+    else:
+        word = tl.sum(code.to(tl.int64) << (eight * width), axis=2)
+    if width == 1:
+        tl.store(to + first, word.to(tl.uint8), mask=first < most)
+    else:
+        at = first[:, :, None] + eight
+        byte = (word[:, :, None] >> (eight * 8)) & 255
+        tl.store(to + at, byte.to(tl.uint8), mask=(eight < width) & (at < most))
+
+
+@triton.jit
+def _load_packed(codes, i, most, width: tl.constexpr):
+    """The codes with the numbers i."""
+    bit = (i % 8) * width
+    at = i // 8 * width + bit // 8
+    pair = tl.load(codes + at, mask=at < most, other=0).to(tl.int32)
+    if 8 % width != 0:
+        pair |= tl.load(codes + at + 1, mask=at + 1 < most, other=0).to(tl.int32) << 8
+    return (pair >> (bit % 8).to(tl.int32)) & ((1 << width) - 1)
+
+
+@triton.jit
+def _put(out, at, value, inside, add: tl.constexpr):
+    if add:
+        value = tl.load(out + at, mask=inside, other=0.0) + value
+    tl.store(out + at, value, mask=inside)
+
+
+def _packed(count: int, width: int) -> int:
+    return (count * width + 7) // 8
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """How rows of this width are held: so many at once, so many values of each, by so many warps."""
+    tile = max(8, min(_ROW, triton.next_power_of_2(width)))
+    rows = max(1, _TILE // tile)
+    return rows, tile, max(4, rows * tile // 1024)
+
+
+def _signed(key: int | None) -> int:
+    """A key of 32 bits as the number of 32 bits that Triton takes."""
+    key = key or 0
+    return key - (1 << 32) if key >= 1 << 31 else key
+
+
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+# --- int8: a scale for each block -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _int8_codes(v, codes, owed, at, inside, scale, inverse, i, key, random: tl.constexpr, owes: tl.constexpr):
+    q = v * inverse
+    q = tl.floor(q + _uniform(i, key)) if random else (q + 12582912.0) - 12582912.0  # to the nearest, ties to even
+    q = tl.minimum(tl.maximum(q, -127.0), 127.0)
+    tl.store(codes + at, q.to(tl.int8), mask=inside)
+    if owes:
+        tl.store(owed + at, v - q * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _int8_encode(
+    x,
+    codes,
+    scales,
+    owed,
+    count,
+    key,
+    block: tl.constexpr,
+    random: tl.constexpr,
+    owes: tl.constexpr,
+    behind: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, tile)[None, :]
+    start = (row * block)[:, None]
+    most = tl.zeros([rows], tl.float32)
+    if tile >= block:
+        inside = (column < block) & (start + column < count)
+        v = _due(x, owed, start + column, inside, behind)
+        most = tl.max(tl.abs(v), axis=1)
+    else:
+        for begin in range(0, block, tile):
+            c = begin + column
+            v = _due(x, owed, start + c, (c < block) & (start + c < count), behind)
+            most = tl.maximum(most, tl.max(tl.abs(v), axis=1))
+    scale = tl.div_rn(most, 127.0)
+    inverse = _reciprocal(scale)
+    scale = tl.where(inverse > 0, scale, 0.0)
+    tl.store(scales + row, scale, mask=row * block < count)
+    scale, inverse = scale[:, None], inverse[:, None]
+    if tile >= block:
+        at = start + column
+        _int8_codes(v, codes, owed, at, inside, scale, inverse, at.to(tl.int32), key, random, owes)
+    else:
+        for begin in range(0, block, tile):
+            at = start + begin + column
+            inside = (begin + column < block) & (at < count)
+            v = _due(x, owed, at, inside, behind)
+            _int8_codes(v, codes, owed, at, inside, scale, inverse, at.to(tl.int32), key, random, owes)
+
+
+def int8_encode(
+    x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, behind: bool, key: int | None
+) -> None:
+    rows, tile, warps = _shape(block)
+    grid = (triton.cdiv(scales.numel(), rows),)
+    flags = {"random": key is not None, "owes": owed is not None, "behind": behind}
+    _int8_encode[grid](
+        x, codes, scales, owed, x.numel(), _signed(key), block, **flags, rows=rows, tile=tile, num_warps=warps, **_EXACT
+    )
+
+
+@triton.jit
+def _int8_decode(codes, scales, out, count, block: tl.constexpr, add: tl.constexpr, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = at < count
+    scale = tl.load(scales + at // block, mask=inside, other=0.0)
+    _put(out, at, tl.load(codes + at, mask=inside, other=0).to(tl.float32) * scale, inside, add)
+
+
+def int8_decode(codes: Tensor, scales: Tensor, block: int, out: Tensor, add: bool) -> None:
+    _int8_decode[(triton.cdiv(out.numel(), _TILE),)](codes, scales, out, out.numel(), block, add, _TILE, **_EXACT)
+
+
+# --- one bit ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sign_encode(x, bits, sizes, owed, count, behind: tl.constexpr, groups: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)[None, :]
+    at = first[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    inside = at < count
+    v = _due(x, owed, at, inside, behind)
+    if behind:
+        tl.store(owed + at, v, mask=inside)
+    _store_packed((_negative(v) & inside).to(tl.int32), bits, first, (count + 7) // 8, 1)
+    tl.store(sizes + tl.program_id(0), tl.sum(tl.sum(tl.sum(tl.abs(v), axis=2), axis=1), axis=0))
+
+
+@triton.jit
+def _sign_rest(x, scale, owed, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    v, s = tl.load(x + at, mask=at < count, other=0.0), tl.load(scale)
+    tl.store(owed + at, v - tl.where(_negative(v), -s, s), mask=at < count)
+
+
+def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, owed: Tensor | None, behind: bool) -> None:
+    tiles = (triton.cdiv(x.numel(), _TILE),)
+    sizes = x.new_empty(tiles)
+    _sign_encode[tiles](x, bits, sizes, owed, x.numel(), behind, _TILE // 8)
+    total = sizes.sum(dtype=torch.float64)
+    scale.copy_(total / x.numel() if scaled else total > 0)
+    if owed is not None:
+        _sign_rest[tiles](owed if behind else x, scale, owed, x.numel(), _TILE, **_EXACT)
+
+
+@triton.jit
+def _onebit_encode(
+    x,
+    bits,
+    values,
+    owed,
+    count,
+    width,
+    owes: tl.constexpr,
+    behind: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    whole: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    here, stride = row < count, (width + 7) // 8
+    group = tl.arange(0, tile // 8)[None, :]
+    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    start = (row * width)[:, None, None]
+    below = tl.zeros([rows], tl.float32)
+    above = tl.zeros([rows], tl.float32)
+    negatives = tl.zeros([rows], tl.int32)
+    for begin in range(0, tile if whole else width, tile):
+        inside = (begin + column < width) & here[:, None, None]
+        v = _due(x, owed, start + begin + column, inside, behind)
+        negative = _negative(v) & inside
+        below += tl.sum(tl.sum(tl.where(negative, v, 0.0), axis=2), axis=1)
+        above += tl.sum(tl.sum(tl.where(negative, 0.0, v), axis=2), axis=1)
+        negatives += tl.sum(tl.sum(negative.to(tl.int32), axis=2), axis=1)
+        first = begin // 8 + group
+        bit = row[:, None] * stride + first
+        last = tl.where((first < stride) & here[:, None], bit + 1, 0)
+        _store_packed(negative.to(tl.int32), bits, bit, last, 1)
+    up = tl.div_rn(above, tl.maximum(width - negatives, 1).to(tl.float32))
+    down = tl.div_rn(below, tl.maximum(negatives, 1).to(tl.float32))
+    tl.store(values + 2 * row, up, mask=here)
+    tl.store(values + 2 * row + 1, down, mask=here)
+    if owes:
+        up, down = up[:, None, None], down[:, None, None]
+        if whole:
+            tl.store(owed + start + column, v - tl.where(negative, down, up), mask=inside)
+        else:
+            for begin in range(0, width, tile):
+                inside = (begin + column < width) & here[:, None, None]
+                v = _due(x, owed, start + begin + column, inside, behind)
+                tl.store(owed + start + begin + column, v - tl.where(_negative(v), down, up), mask=inside)
+
+
+def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
+    count = x.numel() // width
+    rows, tile, warps = _shape(width)
+    flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "whole": width <= tile}
+    grid = (triton.cdiv(count, rows),)
+    _onebit_encode[grid](x, bits, values, owed, count, width, **flags, num_warps=warps, **_EXACT)
+
+
+@triton.jit
+def _onebit_decode(bits, values, out, width, add: tl.constexpr, tile: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = column < width
+    byte = tl.load(bits + row * ((width + 7) // 8) + column // 8, mask=inside, other=0).to(tl.int32)
+    up, down = tl.load(values + 2 * row), tl.load(values + 2 * row + 1)
+    _put(out, row * width + column, tl.where((byte >> (column % 8)) & 1 != 0, down, up), inside, add)
+
+
+def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bool) -> None:
+    tile = min(_TILE, triton.next_power_of_2(width))
+    grid = (out.numel() // width, triton.cdiv(width, tile))
+    _onebit_decode[grid](bits, values, out, width, add, tile, **_EXACT)
+
+
+# --- a few levels, packed ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _qsgd_codes(
+    v,
+    codes,
+    owed,
+    at,
+    inside,
+    group,
+    factor,
+    unit,
+    most,
+    key,
+    levels: tl.constexpr,
+    width: tl.constexpr,
+    owes: tl.constexpr,
+):
+    level = tl.minimum(tl.floor(tl.abs(v) * factor + _uniform(at.to(tl.int32), key)), levels)
+    level = tl.where(_negative(v), -level, level)
+    _store_packed(tl.where(inside, level.to(tl.int32) + levels, 0), codes, group * width, most, width)
+    if owes:
+        tl.store(owed + at, v - level * unit, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _qsgd_encode(
+    x,
+    codes,
+    norms,
+    owed,
+    count,
+    key,
+    bucket: tl.constexpr,
+    levels: tl.constexpr,
+    width: tl.constexpr,
+    owes: tl.constexpr,
+    behind: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    group = tl.arange(0, tile // 8)[None, :]
+    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    start = (row * bucket)[:, None, None]
+    squares = tl.zeros([rows], tl.float64)
+    for begin in range(0, bucket, tile):
+        at = start + begin + column
+        inside = (begin + column < bucket) & (at < count)
+        v = _due(x, owed, at, inside, behind)
+        wide = v.to(tl.float64)
+        squares += tl.sum(tl.sum(wide * wide, axis=2), axis=1)
+    norm = tl.minimum(tl.sqrt(squares), 3.4028234e38).to(tl.float32)
+    factor = tl.div_rn(levels * 1.0, norm)
+    factor = tl.where((norm > 0) & (factor <= 3.4e38), factor, 0.0)
+    norm = tl.where(factor > 0, norm, 0.0)
+    tl.store(norms + row, norm, mask=row * bucket < count)
+    factor, unit = factor[:, None, None], tl.div_rn(norm, levels * 1.0)[:, None, None]
+    most = (count * width + 7) // 8
+    first = (row * (bucket // 8))[:, None] + group
+    if tile >= bucket:
+        first = tl.where(group * 8 < bucket, first, most)
+        _qsgd_codes(v, codes, owed, at, inside, first, factor, unit, most, key, levels, width, owes)
+    else:
+        for begin in range(0, bucket, tile):
+            at = start + begin + column
+            inside = (begin + column < bucket) & (at < count)
+            v = _due(x, owed, at, inside, behind)
+            here = tl.where(begin + group * 8 < bucket, first + begin // 8, most)
+            _qsgd_codes(v, codes, owed, at, inside, here, factor, unit, most, key, levels, width, owes)
+
+
+def qsgd_encode(
+    x: Tensor,
+    bucket: int,
+    levels: int,
+    width: int,
+    codes: Tensor,
+    norms: Tensor,
+    owed: Tensor | None,
+    behind: bool,
+    key: int,
+) -> None:
+    rows, tile, warps = _shape(bucket)
+    flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "num_warps": warps}
+    grid = (triton.cdiv(norms.numel(), rows),)
+    _qsgd_encode[grid](x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, **flags, **_EXACT)
+
+
+@triton.jit
+def _qsgd_decode(
+    codes,
+    norms,
+    out,
+    count,
+    bucket: tl.constexpr,
+    levels: tl.constexpr,
+    width: tl.constexpr,
+    add: tl.constexpr,
+    tile: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = at < count
+    unit = tl.div_rn(tl.load(norms + at // bucket, mask=inside, other=0.0), levels * 1.0)
+    level = _load_packed(codes, at, (count * width + 7) // 8, width) - levels
+    _put(out, at, level.to(tl.float32) * unit, inside, add)
+
+
+def qsgd_decode(codes: Tensor, norms: Tensor, bucket: int, levels: int, width: int, out: Tensor, add: bool) -> None:
+    grid = (triton.cdiv(out.numel(), _TILE),)
+    _qsgd_decode[grid](codes, norms, out, out.numel(), bucket, levels, width, add, _TILE, **_EXACT)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _ternary_encode(
+    x,
+    scale,
+    codes,
+    owed,
+    count,
+    key,
+    random: tl.constexpr,
+    owes: tl.constexpr,
+    behind: tl.constexpr,
+    groups: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)[None, :]
+    at = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    inside = at < count
+    v, s = _due(x, owed, at, inside, behind), tl.load(scale)
+    if random:
+        sent = tl.minimum(tl.abs(v), s) * _reciprocal(s) > _uniform(at.to(tl.int32), key)
+    else:
+        sent = tl.abs(v) >= s
+    level = tl.where(sent, tl.where(_negative(v), -1, 1), 0)
+    _store_packed(tl.where(inside, level + 1, 0), codes, group * 2, (count * 2 + 7) // 8, 2)
+    if owes:
+        tl.store(owed + at, v - level.to(tl.float32) * s, mask=inside)
+
+
+def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
+    flags = {"random": key is not None, "owes": owed is not None, "behind": behind, "groups": _TILE // 8}
+    _ternary_encode[(triton.cdiv(x.numel(), _TILE),)](x, scale, codes, owed, x.numel(), _signed(key), **flags, **_EXACT)
+
+
+@triton.jit
+def _ternary_decode(codes, scale, out, count, add: tl.constexpr, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    level = _load_packed(codes, at, (count * 2 + 7) // 8, 2) - 1
+    _put(out, at, level.to(tl.float32) * tl.load(scale), at < count, add)
+
+
+def ternary_decode(codes: Tensor, scale: Tensor, out: Tensor, add: bool) -> None:
+    _ternary_decode[(triton.cdiv(out.numel(), _TILE),)](codes, scale, out, out.numel(), add, _TILE, **_EXACT)
+
+
+@triton.jit
+def _moments(x, found, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    v = tl.load(x + at, mask=at < count, other=0.0).to(tl.float64)
+    to = found + 3 * tl.program_id(0)
+    tl.store(to, tl.max(tl.abs(v), axis=0))
+    tl.store(to + 1, tl.sum(v, axis=0))
+    tl.store(to + 2, tl.sum(v * v, axis=0))
+
+
+def moments(x: Tensor) -> Tensor:
+    """The largest absolute value, the sum, and the sum of squares, in float64."""
+    tiles = triton.cdiv(x.numel(), _TILE)
+    found = torch.empty(tiles, 3, dtype=torch.float64, device=x.device)
+    _moments[(tiles,)](x, found, x.numel(), _TILE)
+    return torch.cat([found[:, :1].amax(0), found[:, 1:].sum(0)])
+
+
+# --- narrower floats --------------------------------------------------------------------------------------------------
+
+
+def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
+    out.copy_(x)
+    if owed is not None:
+        torch.sub(x, out, out=owed)
+
+
+# --- thin matrices ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _thin_right(
+    m,
+    q,
+    p,
+    owed,
+    height,
+    width,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    behind: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None, None]
+    k = tl.arange(0, ranks)[None, :, None]
+    total = tl.zeros([rows, ranks, tile], tl.float32)
+    for begin in range(0, width, tile):
+        column = begin + tl.arange(0, tile)[None, None, :]
+        at, inside = row * width + column, (row < height) & (column < width)
+        v = _due(m, owed, at, inside, behind)
+        if behind:
+            tl.store(owed + at, v, mask=inside)
+        total += v * tl.load(q + k * width + column, mask=(k < rank) & (column < width), other=0.0)
+    to = row * rank + k
+    tl.store(p + to, tl.sum(total, axis=2, keep_dims=True), mask=(row < height) & (k < rank))
+
+
+def thin_right(m: Tensor, q: Tensor, p: Tensor, owed: Tensor | None) -> None:
+    """p = m q'; with `owed`: (owed + m) q', and that is left there."""
+    (height, width), rank = m.shape, q.shape[0]
+    ranks = triton.next_power_of_2(rank)
+    rows = max(1, 32 // ranks)
+    _thin_right[(triton.cdiv(height, rows),)](m, q, p, owed, height, width, rank, ranks, owed is not None, rows, 512)
+
+
+@triton.jit
+def _thin_left(
+    m,
+    p,
+    parts,
+    height,
+    width,
+    slab,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+):
+    column = tl.program_id(0) * tile + tl.arange(0, tile)[None, None, :]
+    k = tl.arange(0, ranks)[None, :, None]
+    total = tl.zeros([rows, ranks, tile], tl.float32)
+    first = tl.program_id(1).to(tl.int64) * slab
+    for begin in range(0, slab, rows):
+        row = first + begin + tl.arange(0, rows)[:, None, None]
+        v = tl.load(m + row * width + column, mask=(row < height) & (column < width), other=0.0)
+        total += v * tl.load(p + row * rank + k, mask=(row < height) & (k < rank), other=0.0)
+    to = (tl.program_id(1) * rank + k) * width + column
+    tl.store(parts + to, tl.sum(total, axis=0, keep_dims=True), mask=(k < rank) & (column < width))
+
+
+def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
+    """q = p' m."""
+    (height, width), rank = m.shape, p.shape[1]
+    ranks = triton.next_power_of_2(rank)
+    rows = max(1, 32 // ranks)
+    slab = max(rows, 512)
+    grid = (triton.cdiv(width, 512), triton.cdiv(height, slab))
+    parts = m.new_empty(grid[1], rank, width)
+    _thin_left[grid](m, p, parts, height, width, slab, rank, ranks, rows, 512)
+    torch.sum(parts, 0, out=q)
+
+
+@triton.jit
+def _thin_product(
+    p,
+    q,
+    m,
+    out,
+    height,
+    width,
+    rank: tl.constexpr,
+    rest: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
+    column = tl.program_id(1) * tile + tl.arange(0, tile)[None, :]
+    inside = (row < height) & (column < width)
+    total = tl.zeros([rows, tile], tl.float32)
+    for k in tl.static_range(rank):
+        left = tl.load(p + row * rank + k, mask=row < height, other=0.0)
+        term = left * tl.load(q + k * width + column, mask=column < width, other=0.0)
+        total = term if k == 0 else total + term
+    if rest:
+        total = tl.load(m + row * width + column, mask=inside, other=0.0) - total
+    tl.store(out + row * width + column, total, mask=inside)
+
+
+def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
+    """out = p q, or what is left of a matrix without that."""
+    (height, width), rank = out.shape, p.shape[1]
+    grid = (triton.cdiv(height, 8), triton.cdiv(width, 512))
+    rest = taken_from is not None
+    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, **_EXACT)
+
+
+@triton.jit
+def _basis(gram, out, rank, ranks: tl.constexpr):
+    """powersgd.basis, for one small matrix."""
+    i, j = tl.arange(0, ranks)[:, None], tl.arange(0, ranks)[None, :]
+    g = tl.load(gram + i * rank + j, mask=(i < rank) & (j < rank), other=0.0)
+    found = tl.zeros([ranks, ranks], tl.float64)
+    for k in range(rank):
+        column = tl.where(i == k, 1.0, 0.0).to(tl.float64)
+        for _ in tl.static_range(2):
+            inner = tl.sum(tl.trans(found) * tl.trans(tl.sum(g * tl.trans(column), axis=1, keep_dims=True)), axis=1)
+            column -= tl.sum(found * inner[None, :], axis=1, keep_dims=True)
+        image = tl.sum(g * tl.trans(column), axis=1, keep_dims=True)
+        left = tl.sum(tl.sum(column * image, axis=1), axis=0)
+        size = tl.sum(tl.sum(tl.where((i == k) & (j == k), g, 0.0), axis=1), axis=0)
+        scale = tl.where(left > 1e-12 * size, 1.0 / tl.sqrt(left), 0.0)
+        found += tl.where(j == k, column * scale, 0.0)
+    tl.store(out + i * rank + j, found, mask=(i < rank) & (j < rank))
+
+
+def basis(gram: Tensor) -> Tensor:
+    out = torch.empty_like(gram)
+    _basis[(1,)](gram, out, len(gram), triton.next_power_of_2(len(gram)), num_warps=1)
+    return out
+
+
+# --- a few places -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _count(x, least, counts, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    size = tl.abs(tl.load(x + at, mask=at < count, other=0.0))
+    passed = (size >= tl.load(least)) & (at < count)
+    tl.store(counts + tl.program_id(0), tl.sum(passed.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _collect(x, least, ends, counts, places, room, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    size = tl.abs(tl.load(x + at, mask=at < count, other=0.0))
+    passed = (size >= tl.load(least)) & (at < count)
+    before = tl.load(ends + tl.program_id(0)) - tl.load(counts + tl.program_id(0))
+    to = before + tl.cumsum(passed.to(tl.int32), axis=0) - 1
+    tl.store(places + to, at.to(tl.int32), mask=passed & (to < room))
+
+
+def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
+    """The first places of values as large as that, as far as there is room; returns how many there are, or the room."""
+    return min(places.numel(), _places_from(x, least, places))
+
+
+def _places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
+    tiles = (triton.cdiv(x.numel(), _TILE),)
+    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    _count[tiles](x, least, counts, x.numel(), _TILE)
+    ends = counts.cumsum(0)
+    _collect[tiles](x, least, ends, counts, places, places.numel(), x.numel(), _TILE)
+    return int(ends[-1])
+
+
+def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:
+    """The places and values of the largest, as many as there is room for; `candidates` is scratch memory.
+
+    Of a large parameter a sample tells from which size on values are looked at; where it misleads, all are.
+    """
+    k = values.numel()
+    among = None
+    if x.numel() > _FEW and k < x.numel() // 4:
+        sample = x[:: x.numel() // _SAMPLE].abs()
+        share = k / x.numel()
+        few = int(sample.numel() * (1.15 * share + 3 * (share / sample.numel()) ** 0.5))
+        found = _places_from(x, sample.topk(few, sorted=False).values.amin(), candidates)
+        among = candidates[:found] if k <= found <= candidates.numel() else None
+    if among is None:
+        places.copy_(x.abs().topk(k, sorted=False).indices)
+    else:
+        torch.index_select(among, 0, x[among].abs().topk(k, sorted=False).indices, out=places)
+    torch.index_select(x, 0, places, out=values)
+    return k
+
+
+def sparse_add(places: Tensor, values: Tensor, out: Tensor) -> None:
+    out.index_add_(0, places, values)
