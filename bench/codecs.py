@@ -1,9 +1,12 @@
 """How fast compressors encode and decode, beside a copy of the same values and beside their plain path.
 
     python bench/codecs.py                    25 M float32 values on one core
+    python bench/codecs.py --gpu              256 Mi float32 values on a GPU, beside plain PyTorch and torch.compile
 
 Ways alternate, round by round, in buffers that are used again; the figure is the median of the rounds, with quartiles
-and the share of the copy's rate. The limit is the time of reading the values once.
+and the share of the copy's rate. The limit is the time of reading the values once. "Encode" is everything up to the
+last message, "rest owed" the same with what it leaves out, "feedback" the whole of error_feedback, which adds what is
+owed to the gradient before.
 """
 
 from __future__ import annotations
@@ -19,32 +22,54 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from weft import kernels
-from weft.compression import Bucket, Context, Piece
+from weft.compression import Bucket, Context, Piece, State
 from weft.compression._coded import Coded, row
-from weft.ops import Spec
+from weft.ops import Spec, Sum
 from weft.strategy import Strategy
+from weft.transport import loopback
 
-WAYS = ["cast", "int8", "int8(stochastic=true)", "sign", "onebit", "twobit", "terngrad", "qsgd(levels=7)", "qsgd"]
-WAYS += ["topk(ratio=0.01)", "topk(ratio=0.01, sampled=true)", "powersgd(rank=4)"]
+WAYS = ["cast", "int8", "int8(stochastic=true)", "sign", "sign(scaled=true)", "onebit", "twobit", "terngrad"]
+WAYS += ["qsgd(levels=7)", "qsgd", "topk(ratio=0.01)", "topk(ratio=0.01, sampled=true)", "powersgd(rank=4)"]
+COMPILED = ("int8", "sign", "onebit", "qsgd")
 
 
-def encoder(text: str, x: torch.Tensor, spec: Spec, owed: torch.Tensor | None) -> Callable[[], Any]:
-    """Everything up to the first collective."""
+def encoder(text: str, x: Tensor, spec: Spec, owed: Tensor | None = None) -> Callable[[], Any]:
+    """Everything up to the last collective."""
     compression: Any = Strategy.parse(text).compression
-    ctx, state = Context(step=0, rank=0, workers=1), {}
+    ctx, state = Context(step=0, rank=0, workers=1), State()
     piece = Piece(spec, x, torch.empty_like(x), owed)
-    return lambda: next(compression.exchange(Bucket((piece,)), state, ctx))
+    loopback.run([compression.exchange(Bucket((piece,)), state, ctx)])
+    rounds = len(compression.rounds([spec], 1))
+
+    def encode() -> None:
+        flow = compression.exchange(Bucket((piece,)), state, ctx)
+        asked = next(flow)
+        if rounds > 1:
+            assert isinstance(asked, Sum)
+            flow.send(asked.payload)
+
+    return encode
 
 
-def decoder(text: str, x: torch.Tensor, spec: Spec) -> Callable[[], Any] | None:
+def decoder(text: str, x: Tensor, spec: Spec) -> Callable[[], Any] | None:
     compression: Any = Strategy.parse(text).compression
     if not isinstance(compression, Coded):
         return None
-    code, out = torch.zeros(compression.size(x.numel(), row(spec)), dtype=torch.uint8), torch.zeros_like(x)
+    code = torch.zeros(compression.size(x.numel(), row(spec)), dtype=torch.uint8, device=x.device)
+    out = torch.zeros_like(x)
     compression.encode(x, code, row(spec), 1, None)
     return lambda: compression.decode(code, out, row(spec), True)
+
+
+def compiled(text: str, x: Tensor, spec: Spec) -> Callable[[], Any]:
+    """The plain encoder, through torch.compile."""
+    compression: Any = Strategy.parse(text).compression
+    code = torch.zeros(compression.size(x.numel(), row(spec)), dtype=torch.uint8, device=x.device)
+    quick = torch.compile(compression.encode)
+    return plain(lambda: quick(x, code, row(spec), 1, None))
 
 
 def plain(act: Callable[[], Any]) -> Callable[[], Any]:
@@ -56,46 +81,67 @@ def plain(act: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, in rounds that alternate; the first is left out."""
+    """Seconds of each way, in rounds that alternate; the first two are left out."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 2):
         for name, act in ways.items():
-            began = time.perf_counter()
-            act()
-            times[name].append(time.perf_counter() - began)
-    return {name: each[1:] for name, each in times.items()}
+            times[name].append(seconds(act))
+    return {name: each[2:] for name, each in times.items()}
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # so that a kernel does not wait for the next one's launch
+    before.record()
+    act()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=5000)
-    parser.add_argument("--columns", type=int, default=5000)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--columns", type=int)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--ways", nargs="+", default=WAYS)
-    parser.add_argument("--plain", action="store_true", help="the plain paths too, which take long")
+    parser.add_argument("--plain", action="store_true", help="the plain paths too, which take long on a CPU")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    spec = Spec("weight", (args.rows, args.columns))
-    x = torch.randn(spec.numel, generator=torch.Generator().manual_seed(0))
+    side = 16384 if args.gpu else 5000
+    spec = Spec("weight", (args.rows or side, args.columns or side))
+    device = torch.device("cuda" if args.gpu else "cpu")
+    x = torch.randn(spec.numel, device=device, generator=torch.Generator(device).manual_seed(0))
     other, owed = torch.zeros_like(x), torch.zeros_like(x)
-    ways: dict[str, Callable[[], Any]] = {"copy": lambda: other.copy_(x), "read": x.sum}
+    ways: dict[str, Callable[[], Any]] = {"copy": lambda: other.copy_(x), "read (the limit)": x.sum}
     for text in args.ways:
-        ways[f"{text}, encode"] = encoder(text, x, spec, None)
-        ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, owed)
+        ways[f"{text}, encode"] = encoder(text, x, spec)
+        if Strategy.parse(text).compression.approximates:
+            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, owed)
+            ways[f"{text}, feedback"] = encoder(f"error_feedback({text})", x, spec)
         opened = decoder(text, x, spec)
         if opened is not None:
             ways[f"{text}, add up"] = opened
-        if args.plain:
-            ways[f"{text}, encode, plain"] = plain(encoder(text, x, spec, None))
+        if args.plain or args.gpu:
+            ways[f"{text}, encode, plain PyTorch"] = plain(encoder(text, x, spec))
+        if args.gpu and text in COMPILED:
+            ways[f"{text}, encode, torch.compile"] = compiled(text, x, spec)
     found = timed(ways, args.rounds)
     copied = statistics.median(found["copy"])
-    print(f"{spec.numel / 1e6:.0f} M float32 values, one core, {args.rounds} rounds")
+    where = torch.cuda.get_device_name() if args.gpu else "one core"
+    print(f"{spec.numel / 1e6:.0f} M float32 values, {where}, {args.rounds} rounds")
     print("| | ms | quartiles | of a copy's rate |")
     print("|---|---|---|---|")
+    digits = 3 if args.gpu else 1
     for name, times in found.items():
         low, middle, high = (1e3 * each for each in statistics.quantiles(times, n=4))
-        print(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} | {1e3 * copied / middle:.2f} |")
+        print(f"| {name} | {middle:.{digits}f} | {low:.{digits}f} to {high:.{digits}f} | {1e3 * copied / middle:.2f} |")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

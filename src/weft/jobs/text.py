@@ -135,6 +135,7 @@ def main() -> None:
     options = parser(__doc__, SIZES, default="10m")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of autocast")
     options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd has a momentum of 0.9")
+    options.add_argument("--beta2", type=float, default=0.95, help="of AdamW (0.95)")
     args = parse(options, SIZES)
     run = weft.init(steps=200)
     train, held_out = data(args.size, run.seed)
@@ -143,7 +144,7 @@ def main() -> None:
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=0.1)
     scheduler = warmup_cosine(optimizer, run.steps)
     model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)
     half = torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
