@@ -36,11 +36,11 @@ WAYS += ["qsgd(levels=7)", "qsgd", "topk(ratio=0.01)", "topk(ratio=0.01, sampled
 COMPILED = ("int8", "sign", "onebit", "qsgd")
 
 
-def encoder(text: str, x: Tensor, spec: Spec, owed: Tensor | None = None) -> Callable[[], Any]:
+def encoder(text: str, x: Tensor, spec: Spec, out: Tensor, owed: Tensor | None = None) -> Callable[[], Any]:
     """Everything up to the last collective."""
     compression: Any = Strategy.parse(text).compression
     ctx, state = Context(step=0, rank=0, workers=1), State()
-    piece = Piece(spec, x, torch.empty_like(x), owed)
+    piece = Piece(spec, x, out, owed)
     loopback.run([compression.exchange(Bucket((piece,)), state, ctx)])
     rounds = len(compression.rounds([spec], 1))
 
@@ -54,12 +54,11 @@ def encoder(text: str, x: Tensor, spec: Spec, owed: Tensor | None = None) -> Cal
     return encode
 
 
-def decoder(text: str, x: Tensor, spec: Spec) -> Callable[[], Any] | None:
+def decoder(text: str, x: Tensor, spec: Spec, out: Tensor) -> Callable[[], Any] | None:
     compression: Any = Strategy.parse(text).compression
     if not isinstance(compression, Coded):
         return None
     code = torch.zeros(compression.size(x.numel(), row(spec)), dtype=torch.uint8, device=x.device)
-    out = torch.zeros_like(x)
     compression.encode(x, code, row(spec), 1, None)
     return lambda: compression.decode(code, out, row(spec), True)
 
@@ -121,15 +120,15 @@ def main() -> None:
     other, owed = torch.zeros_like(x), torch.zeros_like(x)
     ways: dict[str, Callable[[], Any]] = {"copy": lambda: other.copy_(x), "read (the limit)": x.sum}
     for text in args.ways:
-        ways[f"{text}, encode"] = encoder(text, x, spec)
+        ways[f"{text}, encode"] = encoder(text, x, spec, other)
         if Strategy.parse(text).compression.approximates:
-            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, owed)
-            ways[f"{text}, feedback"] = encoder(f"error_feedback({text})", x, spec)
-        opened = decoder(text, x, spec)
+            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, other, owed)
+            ways[f"{text}, feedback"] = encoder(f"error_feedback({text})", x, spec, other)
+        opened = decoder(text, x, spec, other)
         if opened is not None:
             ways[f"{text}, add up"] = opened
         if args.plain or args.gpu:
-            ways[f"{text}, encode, plain PyTorch"] = plain(encoder(text, x, spec))
+            ways[f"{text}, encode, plain PyTorch"] = plain(encoder(text, x, spec, other))
         if args.gpu and text in COMPILED:
             ways[f"{text}, encode, torch.compile"] = compiled(text, x, spec)
     found = timed(ways, args.rounds)
