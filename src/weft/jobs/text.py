@@ -136,6 +136,7 @@ def main() -> None:
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of autocast")
     options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd has a momentum of 0.9")
     options.add_argument("--beta2", type=float, default=0.95, help="of AdamW (0.95)")
+    options.add_argument("--clip", type=float, help="norm to which gradients are clipped (not at all)")
     args = parse(options, SIZES)
     run = weft.init(steps=200)
     train, held_out = data(args.size, run.seed)
@@ -153,6 +154,8 @@ def main() -> None:
         with half:
             loss = cross_entropy(model(x.to(run.device)), y.to(run.device))
         loss.backward()
+        if args.clip:
+            run.clip(args.clip)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

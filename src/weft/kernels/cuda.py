@@ -220,6 +220,30 @@ def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, owed: Tens
 
 
 @triton.jit
+def _onebit_tile(x, bits, owed, row, here, width, begin, behind: tl.constexpr, tile: tl.constexpr):
+    """Some of each row's values, whose bits are stored; and what they add up to."""
+    group = tl.arange(0, tile // 8)[None, :]
+    column = begin + group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    inside = (column < width) & here[:, None, None]
+    v = _due(x, owed, (row * width)[:, None, None] + column, inside, behind)
+    negative = _negative(v) & inside
+    stride = (width + 7) // 8
+    byte = begin // 8 + group
+    to = row[:, None] * stride + byte
+    _store_packed(negative.to(tl.int32), bits, to, tl.where((byte < stride) & here[:, None], to + 1, 0), 1)
+    below = tl.sum(tl.sum(tl.where(negative, v, 0.0), axis=2), axis=1)
+    above = tl.sum(tl.sum(tl.where(negative, 0.0, v), axis=2), axis=1)
+    return v, below, above, tl.sum(tl.sum(negative.to(tl.int32), axis=2), axis=1)
+
+
+@triton.jit
+def _onebit_rest(v, owed, row, here, width, begin, up, down, tile: tl.constexpr):
+    column = begin + tl.arange(0, tile // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    rest = v - tl.where(_negative(v), down[:, None, None], up[:, None, None])
+    tl.store(owed + (row * width)[:, None, None] + column, rest, mask=(column < width) & here[:, None, None])
+
+
+@triton.jit
 def _onebit_encode(
     x,
     bits,
@@ -234,37 +258,26 @@ def _onebit_encode(
     whole: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    here, stride = row < count, (width + 7) // 8
-    group = tl.arange(0, tile // 8)[None, :]
-    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    start = (row * width)[:, None, None]
-    below = tl.zeros([rows], tl.float32)
-    above = tl.zeros([rows], tl.float32)
-    negatives = tl.zeros([rows], tl.int32)
-    for begin in range(0, tile if whole else width, tile):
-        inside = (begin + column < width) & here[:, None, None]
-        v = _due(x, owed, start + begin + column, inside, behind)
-        negative = _negative(v) & inside
-        below += tl.sum(tl.sum(tl.where(negative, v, 0.0), axis=2), axis=1)
-        above += tl.sum(tl.sum(tl.where(negative, 0.0, v), axis=2), axis=1)
-        negatives += tl.sum(tl.sum(negative.to(tl.int32), axis=2), axis=1)
-        first = begin // 8 + group
-        bit = row[:, None] * stride + first
-        last = tl.where((first < stride) & here[:, None], bit + 1, 0)
-        _store_packed(negative.to(tl.int32), bits, bit, last, 1)
+    here = row < count
+    v, below, above, negatives = _onebit_tile(x, bits, owed, row, here, width, 0, behind, tile)
+    if not whole:
+        for begin in range(tile, width, tile):
+            _, less, more, some = _onebit_tile(x, bits, owed, row, here, width, begin, behind, tile)
+            below += less
+            above += more
+            negatives += some
     up = tl.div_rn(above, tl.maximum(width - negatives, 1).to(tl.float32))
     down = tl.div_rn(below, tl.maximum(negatives, 1).to(tl.float32))
     tl.store(values + 2 * row, up, mask=here)
     tl.store(values + 2 * row + 1, down, mask=here)
     if owes:
-        up, down = up[:, None, None], down[:, None, None]
-        if whole:
-            tl.store(owed + start + column, v - tl.where(negative, down, up), mask=inside)
-        else:
-            for begin in range(0, width, tile):
+        _onebit_rest(v, owed, row, here, width, 0, up, down, tile)
+        if not whole:
+            column = tl.arange(0, tile // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+            for begin in range(tile, width, tile):
                 inside = (begin + column < width) & here[:, None, None]
-                v = _due(x, owed, start + begin + column, inside, behind)
-                tl.store(owed + start + begin + column, v - tl.where(_negative(v), down, up), mask=inside)
+                more = _due(x, owed, (row * width)[:, None, None] + begin + column, inside, behind)
+                _onebit_rest(more, owed, row, here, width, begin, up, down, tile)
 
 
 def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
@@ -277,8 +290,9 @@ def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Ten
 
 @triton.jit
 def _onebit_decode(bits, values, out, width, add: tl.constexpr, tile: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    across = tl.cdiv(width, tile)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * tile + tl.arange(0, tile)
     inside = column < width
     byte = tl.load(bits + row * ((width + 7) // 8) + column // 8, mask=inside, other=0).to(tl.int32)
     up, down = tl.load(values + 2 * row), tl.load(values + 2 * row + 1)
@@ -287,11 +301,17 @@ def _onebit_decode(bits, values, out, width, add: tl.constexpr, tile: tl.constex
 
 def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bool) -> None:
     tile = min(_TILE, triton.next_power_of_2(width))
-    grid = (out.numel() // width, triton.cdiv(width, tile))
+    grid = (out.numel() // width * triton.cdiv(width, tile),)
     _onebit_decode[grid](bits, values, out, width, add, tile, **_EXACT)
 
 
 # --- a few levels, packed ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _squares(v):
+    wide = v.to(tl.float64)
+    return tl.sum(tl.sum(wide * wide, axis=2), axis=1)
 
 
 @triton.jit
@@ -338,12 +358,15 @@ def _qsgd_encode(
     column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     start = (row * bucket)[:, None, None]
     squares = tl.zeros([rows], tl.float64)
-    for begin in range(0, bucket, tile):
-        at = start + begin + column
-        inside = (begin + column < bucket) & (at < count)
+    if tile >= bucket:
+        at = start + column
+        inside = (column < bucket) & (at < count)
         v = _due(x, owed, at, inside, behind)
-        wide = v.to(tl.float64)
-        squares += tl.sum(tl.sum(wide * wide, axis=2), axis=1)
+        squares = _squares(v)
+    else:
+        for begin in range(0, bucket, tile):
+            at = start + begin + column
+            squares += _squares(_due(x, owed, at, (begin + column < bucket) & (at < count), behind))
     norm = tl.minimum(tl.sqrt(squares), 3.4028234e38).to(tl.float32)
     factor = tl.div_rn(levels * 1.0, norm)
     factor = tl.where((norm > 0) & (factor <= 3.4e38), factor, 0.0)
@@ -571,7 +594,10 @@ def _thin_product(
     for k in tl.static_range(rank):
         left = tl.load(p + row * rank + k, mask=row < height, other=0.0)
         term = left * tl.load(q + k * width + column, mask=column < width, other=0.0)
-        total = term if k == 0 else total + term
+        if k == 0:
+            total = term
+        else:
+            total += term
     if rest:
         total = tl.load(m + row * width + column, mask=inside, other=0.0) - total
     tl.store(out + row * width + column, total, mask=inside)
