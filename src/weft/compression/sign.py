@@ -50,6 +50,9 @@ class Sign(Coded):
         else:
             put(torch.where(kernels.unpack(bits, out.numel(), 1).bool(), -scale, scale), out, add)
 
+    def counted(self, x: Tensor) -> Tensor:
+        return x if self.scaled else torch.where(x.any(), torch.where(torch.signbit(x), -1.0, 1.0), 0.0).to(x.dtype)
+
     def settle(self, total: Tensor) -> None:
         if not self.scaled:
             total.copy_(torch.where(total < 0, -1.0, 1.0))

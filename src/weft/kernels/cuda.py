@@ -6,6 +6,7 @@ round correctly. Only `topk_encode` and `places_from` ask for a number, of large
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 _TILE = 4096
 _ROW = 16384
 """Values that a program may hold at once; longer rows are read twice."""
+_A_WARP = 1024
+_PRODUCT = 4
 _FEW = 1 << 17
 """Values up to which PyTorch's own selection is quick enough."""
 _SAMPLE = 1 << 16
@@ -54,19 +57,33 @@ def _reciprocal(s):
 
 
 @triton.jit
-def _store_packed(code, to, first, most, width: tl.constexpr):
-    """Codes [rows, groups, 8] of `width` bits, as bytes from `to`; `first`: each group's first byte; up to `most`."""
-    eight = tl.arange(0, 8)[None, None, :]
-    if width <= 4:
-        word = tl.sum(code << (eight * width), axis=2)
+def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr):
+    """Codes [rows, groups, some] of `width` bits, as bytes from `to`; `first`: each group's first byte; below `most`.
+
+    A group fills whole words of 4 bytes, which are stored at once, or has 8 codes in `width` bytes.
+    """
+    k = tl.arange(0, some)[None, None, :] * width
+    if width * some % 32 == 0:
+        to4 = to.to(tl.pointer_type(tl.int32), bitcast=True)
+        for w in tl.static_range(width * some // 32):
+            up, down = tl.maximum(k - 32 * w, 0), tl.maximum(32 * w - k, 0)
+            part = tl.where((k < 32 * w + 32) & (k + width > 32 * w), (code << up) >> down, 0)
+            word, at = tl.sum(part, axis=2), first + 4 * w
+            tl.store(to4 + at // 4, word, mask=at + 4 <= most)
+            for b in tl.static_range(3):  # where a code ends within a word
+                tl.store(to + at + b, (word >> (8 * b)).to(tl.uint8), mask=(at + 4 > most) & (at + b < most))
+    elif width == 1:
+        tl.store(to + first, tl.sum(code << k, axis=2).to(tl.uint8), mask=first < most)
     else:
-        word = tl.sum(code.to(tl.int64) << (eight * width), axis=2)
-    if width == 1:
-        tl.store(to + first, word.to(tl.uint8), mask=first < most)
-    else:
-        at = first[:, :, None] + eight
-        byte = (word[:, :, None] >> (eight * 8)) & 255
-        tl.store(to + at, byte.to(tl.uint8), mask=(eight < width) & (at < most))
+        word, byte = tl.sum(code.to(tl.int64) << k, axis=2)[:, :, None], tl.arange(0, 8)[None, None, :]
+        at = first[:, :, None] + byte
+        tl.store(to + at, ((word >> (byte * 8)) & 255).to(tl.uint8), mask=(byte < width) & (at < most))
+
+
+def _group(width: int, row: int) -> int:
+    """How many codes are packed together: as many as fill whole words of 4 bytes, where rows have room for that."""
+    some = 32 // math.gcd(width, 32)
+    return some if width % 2 == 0 and row % some == 0 else 8
 
 
 @triton.jit
@@ -91,11 +108,11 @@ def _packed(count: int, width: int) -> int:
     return (count * width + 7) // 8
 
 
-def _shape(width: int) -> tuple[int, int, int]:
+def _shape(width: int, most: int = _ROW) -> tuple[int, int, int]:
     """How rows of this width are held: so many at once, so many values of each, by so many warps."""
-    tile = max(8, min(_ROW, triton.next_power_of_2(width)))
+    tile = max(8, min(most, triton.next_power_of_2(width)))
     rows = max(1, _TILE // tile)
-    return rows, tile, max(4, rows * tile // 1024)
+    return rows, tile, max(4, rows * tile // _A_WARP)
 
 
 def _signed(key: int | None) -> int:
@@ -198,7 +215,7 @@ def _sign_encode(x, bits, sizes, owed, count, behind: tl.constexpr, groups: tl.c
     v = _due(x, owed, at, inside, behind)
     if behind:
         tl.store(owed + at, v, mask=inside)
-    _store_packed((_negative(v) & inside).to(tl.int32), bits, first, (count + 7) // 8, 1)
+    _store_packed((_negative(v) & inside).to(tl.int32), bits, first, (count + 7) // 8, 1, 8)
     tl.store(sizes + tl.program_id(0), tl.sum(tl.sum(tl.sum(tl.abs(v), axis=2), axis=1), axis=0))
 
 
@@ -230,7 +247,7 @@ def _onebit_tile(x, bits, owed, row, here, width, begin, behind: tl.constexpr, t
     stride = (width + 7) // 8
     byte = begin // 8 + group
     to = row[:, None] * stride + byte
-    _store_packed(negative.to(tl.int32), bits, to, tl.where((byte < stride) & here[:, None], to + 1, 0), 1)
+    _store_packed(negative.to(tl.int32), bits, to, tl.where((byte < stride) & here[:, None], to + 1, 0), 1, 8)
     below = tl.sum(tl.sum(tl.where(negative, v, 0.0), axis=2), axis=1)
     above = tl.sum(tl.sum(tl.where(negative, 0.0, v), axis=2), axis=1)
     return v, below, above, tl.sum(tl.sum(negative.to(tl.int32), axis=2), axis=1)
@@ -282,7 +299,7 @@ def _onebit_encode(
 
 def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
     count = x.numel() // width
-    rows, tile, warps = _shape(width)
+    rows, tile, warps = _shape(width, _ROW if owed is not None else _TILE)
     flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "whole": width <= tile}
     grid = (triton.cdiv(count, rows),)
     _onebit_encode[grid](x, bits, values, owed, count, width, **flags, num_warps=warps, **_EXACT)
@@ -309,9 +326,10 @@ def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bo
 
 
 @triton.jit
-def _squares(v):
-    wide = v.to(tl.float64)
-    return tl.sum(tl.sum(wide * wide, axis=2), axis=1)
+def _shrink(most):
+    """What keeps squares in range."""
+    inverse = tl.div_rn(1.0, most)
+    return tl.where((most > 1e15) | (most < 1e-15), tl.where(inverse <= 3.4e38, inverse, 0.0), 1.0)
 
 
 @triton.jit
@@ -328,11 +346,14 @@ def _qsgd_codes(
     key,
     levels: tl.constexpr,
     width: tl.constexpr,
+    some: tl.constexpr,
     owes: tl.constexpr,
 ):
     level = tl.minimum(tl.floor(tl.abs(v) * factor + _uniform(at.to(tl.int32), key)), levels)
     level = tl.where(_negative(v), -level, level)
-    _store_packed(tl.where(inside, level.to(tl.int32) + levels, 0), codes, group * width, most, width)
+    _store_packed(
+        tl.where(inside, level.to(tl.int32) + levels, 0), codes, group * (width * some // 8), most, width, some
+    )
     if owes:
         tl.store(owed + at, v - level * unit, mask=inside)
 
@@ -348,43 +369,54 @@ def _qsgd_encode(
     bucket: tl.constexpr,
     levels: tl.constexpr,
     width: tl.constexpr,
+    some: tl.constexpr,
     owes: tl.constexpr,
     behind: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    group = tl.arange(0, tile // 8)[None, :]
-    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    group = tl.arange(0, tile // some)[None, :]
+    column = group[:, :, None] * some + tl.arange(0, some)[None, None, :]
     start = (row * bucket)[:, None, None]
-    squares = tl.zeros([rows], tl.float64)
+    most = tl.zeros([rows], tl.float32)
+    squares = tl.zeros([rows], tl.float32)
     if tile >= bucket:
         at = start + column
         inside = (column < bucket) & (at < count)
         v = _due(x, owed, at, inside, behind)
-        squares = _squares(v)
+        most = tl.max(tl.max(tl.abs(v), axis=2), axis=1)
+        shrink = _shrink(most)
+        small = v * shrink[:, None, None]
+        squares = tl.sum(tl.sum(small * small, axis=2), axis=1)
     else:
         for begin in range(0, bucket, tile):
             at = start + begin + column
-            squares += _squares(_due(x, owed, at, (begin + column < bucket) & (at < count), behind))
-    norm = tl.minimum(tl.sqrt(squares), 3.4028234e38).to(tl.float32)
+            v = _due(x, owed, at, (begin + column < bucket) & (at < count), behind)
+            most = tl.maximum(most, tl.max(tl.max(tl.abs(v), axis=2), axis=1))
+        shrink = _shrink(most)
+        for begin in range(0, bucket, tile):
+            at = start + begin + column
+            v = _due(x, owed, at, (begin + column < bucket) & (at < count), behind) * shrink[:, None, None]
+            squares += tl.sum(tl.sum(v * v, axis=2), axis=1)
+    norm = tl.where(shrink > 0, tl.minimum(tl.div_rn(tl.sqrt_rn(squares), shrink), 3.4028234e38), 0.0)
     factor = tl.div_rn(levels * 1.0, norm)
     factor = tl.where((norm > 0) & (factor <= 3.4e38), factor, 0.0)
     norm = tl.where(factor > 0, norm, 0.0)
     tl.store(norms + row, norm, mask=row * bucket < count)
     factor, unit = factor[:, None, None], tl.div_rn(norm, levels * 1.0)[:, None, None]
-    most = (count * width + 7) // 8
-    first = (row * (bucket // 8))[:, None] + group
+    last = (count * width + 7) // 8
+    first = (row * (bucket // some))[:, None] + group
     if tile >= bucket:
-        first = tl.where(group * 8 < bucket, first, most)
-        _qsgd_codes(v, codes, owed, at, inside, first, factor, unit, most, key, levels, width, owes)
+        first = tl.where(group * some < bucket, first, last)
+        _qsgd_codes(v, codes, owed, at, inside, first, factor, unit, last, key, levels, width, some, owes)
     else:
         for begin in range(0, bucket, tile):
             at = start + begin + column
             inside = (begin + column < bucket) & (at < count)
             v = _due(x, owed, at, inside, behind)
-            here = tl.where(begin + group * 8 < bucket, first + begin // 8, most)
-            _qsgd_codes(v, codes, owed, at, inside, here, factor, unit, most, key, levels, width, owes)
+            here = tl.where(begin + group * some < bucket, first + begin // some, last)
+            _qsgd_codes(v, codes, owed, at, inside, here, factor, unit, last, key, levels, width, some, owes)
 
 
 def qsgd_encode(
@@ -399,9 +431,10 @@ def qsgd_encode(
     key: int,
 ) -> None:
     rows, tile, warps = _shape(bucket)
+    some = _group(width, bucket)
     flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "num_warps": warps}
     grid = (triton.cdiv(norms.numel(), rows),)
-    _qsgd_encode[grid](x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, **flags, **_EXACT)
+    _qsgd_encode[grid](x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, some, **flags, **_EXACT)
 
 
 @triton.jit
@@ -442,7 +475,7 @@ def _ternary_encode(
     groups: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)[None, :]
-    at = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    at = group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
     inside = at < count
     v, s = _due(x, owed, at, inside, behind), tl.load(scale)
     if random:
@@ -450,13 +483,13 @@ def _ternary_encode(
     else:
         sent = tl.abs(v) >= s
     level = tl.where(sent, tl.where(_negative(v), -1, 1), 0)
-    _store_packed(tl.where(inside, level + 1, 0), codes, group * 2, (count * 2 + 7) // 8, 2)
+    _store_packed(tl.where(inside, level + 1, 0), codes, group * 4, (count * 2 + 7) // 8, 2, 16)
     if owes:
         tl.store(owed + at, v - level.to(tl.float32) * s, mask=inside)
 
 
 def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
-    flags = {"random": key is not None, "owes": owed is not None, "behind": behind, "groups": _TILE // 8}
+    flags = {"random": key is not None, "owes": owed is not None, "behind": behind, "groups": _TILE // 16}
     _ternary_encode[(triton.cdiv(x.numel(), _TILE),)](x, scale, codes, owed, x.numel(), _signed(key), **flags, **_EXACT)
 
 
@@ -553,7 +586,7 @@ def _thin_left(
     column = tl.program_id(0) * tile + tl.arange(0, tile)[None, None, :]
     k = tl.arange(0, ranks)[None, :, None]
     total = tl.zeros([rows, ranks, tile], tl.float32)
-    first = tl.program_id(1).to(tl.int64) * slab
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * slab  # the last rows are in the cache
     for begin in range(0, slab, rows):
         row = first + begin + tl.arange(0, rows)[:, None, None]
         v = tl.load(m + row * width + column, mask=(row < height) & (column < width), other=0.0)
@@ -608,7 +641,7 @@ def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = 
     (height, width), rank = out.shape, p.shape[1]
     grid = (triton.cdiv(height, 8), triton.cdiv(width, 512))
     rest = taken_from is not None
-    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, **_EXACT)
+    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, num_warps=_PRODUCT, **_EXACT)
 
 
 @triton.jit
