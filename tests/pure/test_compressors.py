@@ -300,6 +300,35 @@ def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None
     assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
 
 
+# --- low rank ---
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_powersgd_is_exact_where_the_mean_has_its_rank(workers: int) -> None:
+    """Each worker's matrix has full rank, the mean has rank 2: exact only if all multiply by the same Q."""
+    crowd, random = Crowd(of("powersgd(rank=3)"), workers), torch.Generator().manual_seed(1)
+    spec = Spec("p0", (13, 9), torch.float64)
+    for _ in range(3):  # the second and third steps start warm, from another matrix's Q
+        mean = torch.randn(13, 2, generator=random).double() @ torch.randn(2, 9, generator=random).double()
+        noise = torch.randn(workers, 13, 9, generator=random).double()
+        shares = mean / workers + noise - noise.mean(0)
+        means = crowd.exchange([spec], [{"p0": share.reshape(-1)} for share in shares])
+        assert all(torch.allclose(each["p0"].view(13, 9), mean, rtol=0, atol=1e-9) for each in means)
+
+
+def test_powersgd_warms_up_to_the_best_approximation() -> None:
+    crowd, random = Crowd(of("powersgd(rank=2)"), 2), torch.Generator().manual_seed(7)
+    grads = [torch.randn(13, 9, generator=random).double() for _ in range(2)]
+    target = grads[0] + grads[1]
+    best = torch.linalg.svdvals(target)[2:].norm()  # what any rank 2 must miss [Eckart & Young 1936]
+    spec = Spec("p0", (13, 9), torch.float64)
+    misses = []
+    for _ in range(200):
+        means = crowd.exchange([spec], [{"p0": grad.reshape(-1)} for grad in grads])
+        misses.append(float((means[0]["p0"].view(13, 9) - target).norm()))
+    assert misses[-1] < best * (1 + 1e-6) < misses[0]
+
+
 # --- what cannot be ---
 
 

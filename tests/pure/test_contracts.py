@@ -1,4 +1,4 @@
-"""The contracts are rich enough: five techniques that do not ship, sketched as answers and run on loopback.
+"""The contracts are rich enough: three techniques that do not ship, sketched as answers and run on loopback.
 
 No interpreter in `transport/` knows any of them.
 """
@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from weft.axis import catalogue, make
 from weft.compression import Bucket, Compressor, Context, Piece
 from weft.compression import State as Memory
-from weft.compression.error_feedback import ErrorFeedback
 from weft.errors import WeftError
 from weft.ops import All, Flow, Place, Pull, Push, Recv, Reply, Round, Scatter, Send, Serve, Spec, Sum, Swap, nbytes
 from weft.optimization import Exchange, Optimization
@@ -131,91 +129,7 @@ def conduct(turns: Sequence[int], at_once: int) -> Flow[None]:
             yield Recv(actor, ())
 
 
-# --- 1. PowerSGD: two sums, shapes, a warm start --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerSgd(Compressor):
-    """Each matrix as a product of two thin ones, by a warm power iteration [Vogels et al. 2019, alg. 1].
-
-    P = M Q is summed and orthogonalised, then Q = M'P is summed: linear in M, so sums of shares are means.
-    """
-
-    rank: int = 2
-
-    def exchange(self, bucket: Bucket, state: Memory, ctx: Context) -> Flow[Memory]:
-        pieces = [piece for piece in bucket.pieces if len(piece.spec.shape) > 1]
-        vectors = [piece for piece in bucket.pieces if len(piece.spec.shape) <= 1]
-        matrices = [piece.grad.view(piece.spec.shape[0], -1) for piece in pieces]
-        tall = [m @ self._warm(piece, state, ctx) for m, piece in zip(matrices, pieces, strict=True)]
-        sums = yield from added(tall + [piece.grad for piece in vectors])
-        bases = [torch.linalg.qr(p).Q for p in sums[: len(tall)]]
-        mine = [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
-        wide = yield from added(mine)
-        for piece, m, basis, own, q in zip(pieces, matrices, bases, mine, wide, strict=True):
-            if piece.owed is not None:  # before `mean` is written: the three may share memory
-                piece.owed.copy_((m - basis @ own.T).flatten())
-            piece.mean.copy_((basis @ q.T).flatten())
-            state[piece.spec.name]["q"] = q.clone()
-        for piece, mean in zip(vectors, sums[len(tall) :], strict=True):
-            if piece.owed is not None:
-                piece.owed.zero_()
-            piece.mean.copy_(mean)
-        return state
-
-    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
-        sides = [(spec.dtype.itemsize, *self._sides(spec)) for spec in specs if len(spec.shape) > 1]
-        vectors = sum(spec.nbytes for spec in specs if len(spec.shape) <= 1)
-        first = Round(Sum, vectors + sum(size * rows * r for size, rows, _, r in sides))
-        return (first, Round(Sum, sum(size * cols * r for size, _, cols, r in sides)))[: 2 if sides else 1]
-
-    def _sides(self, spec: Spec) -> tuple[int, int, int]:
-        rows, cols = spec.shape[0], spec.numel // spec.shape[0]
-        return rows, cols, min(self.rank, rows, cols)
-
-    def _warm(self, piece: Piece, state: Memory, ctx: Context) -> Tensor:
-        memory = state.setdefault(piece.spec.name, {})
-        if "q" not in memory:
-            rng = ctx.generator(piece.spec.name, shared=True)
-            memory["q"] = torch.randn(*self._sides(piece.spec)[1:], generator=rng).to(piece.grad)
-        return memory["q"]
-
-
-def added(parts: Sequence[Tensor]) -> Flow[list[Tensor]]:
-    """The sum over workers of several tensors, as one `Sum`; none where there is nothing to add."""
-    flat = (yield Sum(torch.cat([part.flatten() for part in parts]))) if parts else torch.empty(0)
-    cut = flat.split([part.numel() for part in parts]) if parts else ()
-    return [piece.view(part.shape) for piece, part in zip(cut, parts, strict=True)]
-
-
-@everywhere
-@crowds
-def test_powersgd_loses_nothing(topology: Topology | None, workers: int) -> None:
-    crowd = Crowd(ErrorFeedback(inner=PowerSgd()), workers, topology)
-    crowd.settle()
-    assert crowd.owed("linear").norm() > 0.1 and not crowd.owed("bias").any()
-
-
-@everywhere
-@crowds
-def test_powersgd_is_exact_where_the_mean_has_its_rank(topology: Topology | None, workers: int) -> None:
-    """Each worker's matrix has full rank, the mean has rank 2: exact only if all multiply by the same Q."""
-    crowd, rng = Crowd(PowerSgd(rank=3), workers, topology), torch.Generator().manual_seed(1)
-    for _ in range(3):  # the second and third steps start warm, from another matrix's Q
-        mean, noise = normal(7, 2, rng=rng) @ normal(2, 5, rng=rng), normal(workers, 7, 5, rng=rng)
-        shares = mean / workers + noise - noise.mean(0)
-        assert close(crowd.exchange([{"linear": share} for share in shares])["linear"], mean, atol=1e-10)
-
-
-def test_powersgd_warms_up_to_the_best_approximation() -> None:
-    grads, crowd = draw(2, seed=7), Crowd(PowerSgd(), 2)
-    target = sum(grad["linear"] for grad in grads)
-    best = torch.linalg.svdvals(target)[2:].norm()  # what any rank 2 must miss [Eckart & Young 1936]
-    misses = [(crowd.exchange(grads)["linear"] - target).norm() for _ in range(200)]
-    assert misses[-1] < best * (1 + 1e-6) < misses[0]
-
-
-# --- 2. DC-ASGD: a server that makes late gradients fit -------------------------------------------------------------
+# --- 1. DC-ASGD: a server that makes late gradients fit -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +222,7 @@ def test_dc_asgd_makes_late_gradients_fit() -> None:
     assert fitted is not None and (fitted - fresh).abs() < 0.2 * (late - fresh).abs()
 
 
-# --- 3. Streaming DiLoCo: fragments that leave now and arrive later -------------------------------------------------
+# --- 2. Streaming DiLoCo: fragments that leave now and arrive later -------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +319,7 @@ def test_streaming_diloco_enters_tau_steps_late() -> None:
     assert close(late[:, 6], alone[:, 3].mean(0).expand(4, 6))
 
 
-# --- 4. AD-PSGD: swaps with whoever responds ------------------------------------------------------------------------
+# --- 3. AD-PSGD: swaps with whoever responds ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,99 +402,3 @@ def test_swaps_without_responders_are_named_as_stuck() -> None:
 
     with pytest.raises(WeftError, match="Swap"):
         loopback.run([ask(1), ask(0)])
-
-
-# --- 5. Two phases: payloads that cannot be summed, and owners who can open them ------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TwoPhaseSign(Compressor):
-    """Signs and a scale for each owner's row; the owner opens, adds, encodes again [Tang et al. 2021].
-
-    Parameters are cut among the owners one by one, so buckets change nothing. Where account is kept, it is kept on
-    both sides: by the worker in `owed`, by the owner in `state[name]["owner"]`.
-    """
-
-    def exchange(self, bucket: Bucket, state: Memory, ctx: Context) -> Flow[Memory]:
-        pieces, me = bucket.pieces, ctx.rank
-        sizes = [cut(piece.spec.numel, ctx.workers) for piece in pieces]
-        owned = [*zip(*sizes, strict=True)]
-        codes = [[encode(row, size[0]) for row in p.grad.split(size)] for p, size in zip(pieces, sizes, strict=True)]
-        parts = [sum(code, ()) for code in zip(*codes, strict=True)]
-        for piece, rows in zip(pieces, zip(*map(opened, parts, owned), strict=True), strict=True):
-            if piece.owed is not None:
-                piece.owed.copy_(piece.grad - torch.cat(rows))
-        got = yield Scatter(parts)
-        due = [sum(rows) for rows in zip(*(opened(payload, owned[me]) for payload in got), strict=True)]
-        memories = [state.setdefault(piece.spec.name, {}) for piece in pieces]
-        due = [row + memory.get("owner", 0) for row, memory in zip(due, memories, strict=True)]
-        mine = sum((encode(row, size[0]) for row, size in zip(due, sizes, strict=True)), ())
-        for piece, memory, row, sent in zip(pieces, memories, due, opened(mine, owned[me]), strict=True):
-            if piece.owed is not None:
-                memory["owner"] = row - sent
-        owners = yield All(mine)
-        for piece, rows in zip(pieces, zip(*map(opened, owners, owned), strict=True), strict=True):
-            piece.mean.copy_(torch.cat(rows))
-        return state
-
-    def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
-        part = sum(-(-cut(spec.numel, workers)[0] // 8) + spec.dtype.itemsize for spec in specs)
-        return Round(Scatter, workers * part), Round(All, part)
-
-
-def cut(numel: int, owners: int) -> list[int]:
-    """The lengths of the owners' rows; the first is the longest."""
-    width = -(-numel // owners)
-    return [min(width, max(0, numel - owner * width)) for owner in range(owners)]
-
-
-def encode(row: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """One bit per place of the longest row, and the mean magnitude."""
-    bits = pad((row >= 0).int(), (0, width - len(row) + -width % 8)).view(-1, 8)
-    return (bits << torch.arange(8)).sum(-1).to(torch.uint8), row.abs().sum() / max(1, len(row))
-
-
-def opened(payload: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """The row of every parameter that an owner's payload holds."""
-    bits = [((code.int().unsqueeze(-1) >> torch.arange(8)) & 1).flatten() for code in payload[::2]]
-    return [(2 * b[:size] - 1) * scale for b, scale, size in zip(bits, payload[1::2], sizes, strict=True)]
-
-
-@everywhere
-@crowds
-def test_two_phases_lose_nothing_on_either_side(topology: Topology | None, workers: int) -> None:
-    crowd, bare = (Crowd(ErrorFeedback(inner=TwoPhaseSign()), workers, where) for where in (topology, None))
-    assert all(map(same, crowd.settle(), bare.settle()))  # only owners sum: no topology changes a bit
-    assert all(torch.cat(crowd.kept(name, "owner")).any() for name in SHAPES)
-
-
-@crowds
-def test_two_phases_reach_the_mean_over_time(workers: int) -> None:
-    crowd, bare = Crowd(ErrorFeedback(inner=TwoPhaseSign()), workers), Crowd(TwoPhaseSign(), workers)
-    grads = draw(workers, seed=11)
-    target = sum(grad["linear"] for grad in grads)
-    applied = sum(crowd.exchange(grads)["linear"] for _ in range(100)) / 100
-    assert (applied - target).norm() < 0.1 * target.norm()
-    assert (bare.exchange(grads)["linear"] - target).norm() > 0.3 * target.norm()
-    assert not bare.kept("linear", "owner")  # bare answers never carry error feedback
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8, 16])
-def test_two_phases_send_what_their_rounds_say_and_no_more_among_many(workers: int) -> None:
-    crowd, code = Crowd(TwoPhaseSign(), workers, Direct()), 8192 // 8
-    crowd.exchange([{"wide": torch.ones(8192)}] * workers)  # which also sees that the rounds are as said
-    said = crowd.compressor.rounds([Spec("wide", (8192,))], workers)
-    assert said == (Round(Scatter, code + 4 * workers), Round(All, code // workers + 4))
-    sent = sum(Direct().wire_bytes(r.op, r.nbytes, workers) for r in said)
-    assert set(crowd.sent_bytes) == {sent} == {2 * (workers - 1) * (code // workers + 4)} and sent < 2.2 * code
-
-
-@pytest.mark.parametrize("topology", [None, Direct()], ids=["bare", "direct"])
-@pytest.mark.parametrize("inner", [PowerSgd(), TwoPhaseSign()], ids=["powersgd", "two_phases"])
-def test_buckets_change_nothing(inner: Compressor, topology: Topology | None) -> None:
-    together, *apart = (Crowd(ErrorFeedback(inner=inner), 3, topology) for _ in range(1 + len(SHAPES)))
-    for step in range(3):
-        grads = draw(3, seed=step)
-        whole = together.exchange(grads)
-        for name, crowd in zip(SHAPES, apart, strict=True):
-            assert same(crowd.exchange([{name: grad[name]} for grad in grads]), whole)

@@ -62,10 +62,14 @@ class Dgc(Compressor):
             memory["velocity"].mul_(ctx.momentum).add_(grad)
             due = memory["owed"].add_(memory["velocity"])
             pieces.append(replace(piece, grad=due, owed=due))
-        inner = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled).exchange(Bucket(tuple(pieces)), state, ctx)
-        payloads = yield next(inner)
-        for piece in pieces:
-            state[piece.spec.name]["velocity"].masked_fill_(piece.grad == 0, 0.0)
+        top = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled)
+        inner = top.exchange(Bucket(tuple(pieces)), state, ctx)
+        asked = next(inner)
+        assert isinstance(asked, All), "top-k asks for everyone's values and places"
+        chosen = asked.payload[1].split([top.k(piece.spec.numel) for piece in pieces])
+        for piece, places in zip(pieces, chosen, strict=True):
+            state[piece.spec.name]["velocity"].index_fill_(0, places.long(), 0.0)
+        payloads = yield asked
         try:
             inner.send(payloads)
         except StopIteration:

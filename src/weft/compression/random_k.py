@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.ops import Flow, Round, Spec, Sum
 
@@ -17,14 +18,14 @@ from weft.ops import Flow, Round, Spec, Sum
 class RandomK(Compressor):
     """Of each parameter some values, the same places on every worker, drawn anew in each step [Stich et al. 2018].
 
-    k = ceil(ratio d) values and no places, since a shared seed names them; so they are summed unopened, and
-    traffic does not grow with the number of workers.
+    k = ceil(ratio d) values, one from each of k stretches of equal length, and no places, since a shared seed names
+    them; so they are summed unopened, and traffic does not grow with the number of workers.
     """
 
     ratio: float = 0.01
     """The share of each parameter's values that is sent."""
     scaled: bool = False
-    """Multiply what is sent by d / k, so that the mean is right on average; not where the rest is owed."""
+    """Let each value stand for its stretch, so that the mean is right on average; not where the rest is owed."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -39,33 +40,36 @@ class RandomK(Compressor):
         return self.scaled
 
     def error(self, x: Tensor, spec: Spec) -> float:
-        return float(x.double().norm()) * (max(1.0, 1 / self.ratio - 1) if self.scaled else 1.0)
+        return float(x.double().norm()) * (max(1.0, math.ceil(1 / self.ratio) - 1) if self.scaled else 1.0)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         bucket = bucket.due()
         chosen = [self._places(piece, ctx) for piece in bucket.pieces]
-        values = torch.cat([piece.grad[at] for piece, at in zip(bucket.pieces, chosen, strict=True)])
-        for piece, at in zip(bucket.pieces, chosen, strict=True):
+        values = torch.cat([piece.grad[at] for piece, (at, _) in zip(bucket.pieces, chosen, strict=True)])
+        for piece, (at, _) in zip(bucket.pieces, chosen, strict=True):
             if piece.owed is not None:
                 if piece.owed.data_ptr() != piece.grad.data_ptr():
                     piece.owed.copy_(piece.grad)
                 piece.owed[at] = 0
         total = yield Sum(values)
-        for piece, at, mean in zip(bucket.pieces, chosen, total.split([at.numel() for at in chosen]), strict=True):
-            scale = piece.spec.numel / at.numel() if self.scaled and at.numel() else 1.0
+        means = total.split([at.numel() for at, _ in chosen])
+        for piece, (at, lengths), mean in zip(bucket.pieces, chosen, means, strict=True):
             piece.mean.zero_()
-            piece.mean[at] = mean * scale if self.scaled else mean
+            piece.mean[at] = mean * lengths if self.scaled else mean
         return state
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         return (Round(Sum, sum(self._k(spec.numel) * spec.dtype.itemsize for spec in specs)),)
 
-    def _places(self, piece: Piece, ctx: Context) -> Tensor:
+    def _places(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
+        """One place in each stretch, and the stretches' lengths."""
         count, k = piece.spec.numel, self._k(piece.spec.numel)
         if piece.grad.is_meta:
-            return piece.grad.new_empty(k, dtype=torch.int64)
-        draw = torch.randperm(count, generator=ctx.generator(piece.spec.name, shared=True))
-        return draw[:k].sort().values.to(piece.grad.device)
+            return (piece.grad.new_empty(k, dtype=torch.int64),) * 2
+        ends = torch.arange(k + 1, device=piece.grad.device) * count // max(1, k)
+        lengths = ends.diff()
+        draw = kernels.uniform(k, ctx.key(piece.spec.name, shared=True), piece.grad.device).double() * lengths
+        return ends[:-1] + draw.long(), lengths
 
     def _k(self, numel: int) -> int:
         return min(numel, math.ceil(self.ratio * numel))

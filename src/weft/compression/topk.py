@@ -35,7 +35,7 @@ class Topk(Compressor):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         bucket = bucket.due()
-        counts = [self._k(piece.spec.numel) for piece in bucket.pieces]
+        counts = [self.k(piece.spec.numel) for piece in bucket.pieces]
         first = bucket.pieces[0]
         values = ctx.room("values", first, sum(counts), first.grad.dtype)
         places = ctx.room("places", first, sum(counts), torch.int32)
@@ -62,8 +62,8 @@ class Topk(Compressor):
         fast = kernels.of(grad)
         if self.sampled and grad.numel() > _SAMPLE:
             found = self._above(grad, places, ctx.key(piece.spec.name))
-            values[found:], places[found:] = 0, 0
             values[:found] = grad[places[:found]]
+            values[found:], places[found:] = 0, places[0]  # nothing more, of a place that is sent anyway
         elif fast:
             found = fast.topk_encode(grad, ctx.room("candidates", piece, 2 * k + 1024, torch.int32), places, values)
         else:
@@ -89,7 +89,8 @@ class Topk(Compressor):
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         nameable(specs, 2**31)
-        return (Round(All, sum(self._k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)
+        return (Round(All, sum(self.k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)
 
-    def _k(self, numel: int) -> int:
+    def k(self, numel: int) -> int:
+        """How many values of a parameter are sent."""
         return min(numel, math.ceil(self.ratio * numel))
