@@ -300,6 +300,23 @@ def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None
     assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
 
 
+# --- significance ---
+
+
+def test_what_would_change_a_parameter_enough_is_sent() -> None:
+    """lr |x| against threshold |w|, which shrinks with the root of the step; the rest is owed, and adds up."""
+    compression, value = of("error_feedback(significant(threshold=0.1, lr=0.5))"), torch.tensor([1.0, -10.0, 0.0, 1.0])
+    state: State = {}
+    grad = torch.tensor([0.2, 1.9, 1e-6, 0.0])
+    got = []
+    for step in range(2):
+        piece = Piece(Spec("p", (4,)), grad.clone(), torch.full((4,), 9.0), value=value)
+        loopback.run([compression.exchange(Bucket((piece,)), state, Context(step=step, rank=0, workers=1))])
+        got.append(piece.mean.tolist())
+    assert got[0] == pytest.approx([0.2, 0.0, 1e-6, 0.0])  # 0.1 of 1 passes, 0.95 of 10 does not
+    assert got[1] == pytest.approx([0.2, 3.8, 1e-6, 0.0])
+
+
 # --- low rank ---
 
 

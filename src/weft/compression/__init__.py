@@ -31,6 +31,8 @@ class Piece:
     """Whether `owed` holds what was not sent before, which is to be sent with `grad`."""
     fresh: Tensor | None = None
     """Where `grad` holds what was owed before too: the gradient of this step alone."""
+    value: Tensor | None = None
+    """The parameter itself, in the order of `grad`; None where it does not lie in one piece."""
 
     def due(self) -> Piece:
         """With all that is to be sent in `grad`, added up in the memory of `owed`."""

@@ -37,7 +37,10 @@ class Memory:
             flat = torch.zeros(sum(sizes), dtype=group[0].dtype, device=params[inside[0]].device)
             parts = flat.split(sizes)
             self._views |= {i: _shaped(part, params[i]) for i, part in zip(inside, parts, strict=True)}
-            pieces = [Piece(spec, part, part) for spec, part in zip(group, parts, strict=True)]
+            pieces = [
+                Piece(spec, part, part, value=_flat(params[i]))
+                for spec, part, i in zip(group, parts, inside, strict=True)
+            ]
             self.buckets[b] = Bucket(tuple(pieces), flat)
 
     def holds(self, index: int, grad: Tensor) -> bool:
@@ -101,7 +104,7 @@ class Memory:
         self._views[index] = grad
         if self.leads and self.params[index].grad is not None:
             self.params[index].grad = grad
-        self.buckets[b] = Bucket((Piece(spec, flat, flat),), flat)
+        self.buckets[b] = Bucket((Piece(spec, flat, flat, value=_flat(self.params[index])),), flat)
 
     def release(self) -> None:
         """Let go of memory that autograd made, so that it can be used again."""
@@ -123,6 +126,11 @@ def _weigh(grad: Tensor, share: float) -> bool:
 def _shaped(part: Tensor, param: Tensor) -> Tensor:
     """A bucket's range as a gradient, strided like its parameter where that is dense, as autograd wants it."""
     return part.as_strided(param.shape, param.stride()) if _dense(param) else part.view(param.shape)
+
+
+def _flat(param: Tensor) -> Tensor | None:
+    """A parameter's own memory, in the order in which its gradient lies in a bucket."""
+    return param.detach().as_strided((param.numel(),), (1,)) if _dense(param) else None
 
 
 def _fresh(param: Tensor) -> Tensor:
