@@ -46,6 +46,7 @@ MORE_COMPRESSIONS = (
     "error_feedback(gradient_dropping(drop=0.9))",
     "only(error_feedback(random_k(ratio=0.1)), min_numel=50)",
     "error_feedback(significant)",
+    "sufficient_factors",
 )
 """Under `direct` alone, with two schedules."""
 TOPOLOGIES = ("direct", "ring", "halving_doubling", "recursive_doubling")

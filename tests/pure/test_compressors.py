@@ -85,7 +85,7 @@ def test_the_error_is_within_what_is_declared(compression: Compressor, kind: str
 
 
 UNBIASED = ["int8(block=64, stochastic=true)", "qsgd", "qsgd(levels=1, bucket=64)", "terngrad(clip=inf)"]
-UNBIASED += ["random_k(ratio=0.2, scaled=true)", "dense"]
+UNBIASED += ["random_k(ratio=0.2, scaled=true)", "dense", "sufficient_factors"]
 
 
 @pytest.mark.parametrize("text", UNBIASED)

@@ -33,6 +33,8 @@ class Piece:
     """Where `grad` holds what was owed before too: the gradient of this step alone."""
     value: Tensor | None = None
     """The parameter itself, in the order of `grad`; None where it does not lie in one piece."""
+    factors: tuple[Tensor, Tensor] | None = None
+    """(G, X) where `grad` ought to be G'X, as a linear layer's is; only for who asks for it."""
 
     def due(self) -> Piece:
         """With all that is to be sent in `grad`, added up in the memory of `owed`."""
@@ -99,6 +101,8 @@ class Compressor(Answer, ABC):
     """Whether it asks an inner compressor for what that did not send."""
     owes: ClassVar[bool] = False
     """Whether it remembers what it has not sent yet, as `owed`."""
+    factors: ClassVar[bool] = False
+    """Whether it asks for what gradients are products of."""
     claims: ClassVar[tuple[str, ...]] = ()
     """What it takes over from the optimizer."""
 

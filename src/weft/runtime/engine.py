@@ -196,8 +196,7 @@ class _Passage:
         self.flows = []
         for rank, memory, state in zip(layout.carried(), engine.memory, engine.states, strict=True):
             memory.fill(self.bucket)
-            mine = memory.buckets[self.bucket]
-            assert mine is not None, "a gate opens when the bucket is full"
+            mine = memory.handed(self.bucket)
             members = memory.members[self.bucket]
             engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
             ctx = Context(

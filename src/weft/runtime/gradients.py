@@ -22,11 +22,13 @@ from weft.ops import Spec
 from weft.profile import Seen
 from weft.runtime.deferred import Deferred
 from weft.runtime.engine import Engine
+from weft.runtime.factors import Factors
 from weft.runtime.guard import Guard
 from weft.runtime.lessons import Lessons
 from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
 from weft.runtime.turns import Buffers, Turns
+from weft.strategy import wrapped
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Gradients:
         self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
         self.guard = engine.guard = Guard(self.names, self.params, lossless=engine.compression.lossless)
         self.seen: Seen | None = None
+        wanted = any(layer.factors for layer in wrapped(engine.compression))
+        self.factors = Factors(model, self.params) if wanted else None
         self._start_out(known)
         for index, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
@@ -196,6 +200,8 @@ class Gradients:
                 f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
                 "gradient again; put all but the last backward into `with run.accumulate():`"
             )
+        if self.factors is not None and (found := self.factors.take(index, share)) is not None:
+            memory.factors[index] = found
         memory.put(index, grad, share)
         if not self.turns.last:
             self.params[index].grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Memory:
         self.params, self.members = params, members
         self.leads = leads  # `.grad` follows, as it does for the last of several carried workers
         self._waiting: dict[int, tuple[Tensor, float]] = {}
+        self.factors: dict[int, tuple[Tensor, Tensor]] = {}
+        """What gradients are products of, where a compressor asks for that."""
         self.looked_at: dict[int, bool] = {}
         """Whether a gradient is finite, where that was seen when it was weighed."""
         self.alone: dict[int, tuple[int, Spec]] = {}
@@ -56,6 +59,16 @@ class Memory:
         """A bucket's parameters, and the memory that their gradients are in."""
         there = self.buckets[bucket]
         return self.members[bucket], there.flat if there is not None else None
+
+    def handed(self, bucket: int) -> Bucket:
+        """A full bucket, as an exchange gets it."""
+        there = self.buckets[bucket]
+        assert there is not None, "a gate opens when the bucket is full"
+        if not self.factors:
+            return there
+        members = zip(there.pieces, self.members[bucket], strict=True)
+        pieces = (replace(piece, factors=self.factors.pop(i, None)) for piece, i in members)
+        return Bucket(tuple(pieces), there.flat)
 
     def put(self, index: int, grad: Tensor, share: float) -> None:
         """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1).
