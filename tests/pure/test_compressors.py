@@ -84,7 +84,13 @@ def test_the_error_is_within_what_is_declared(compression: Compressor, kind: str
                 assert float((x.double() - got.double()).norm()) <= most * (1 + 1e-6)
 
 
-UNBIASED = ["int8(block=64, stochastic=true)", "qsgd", "qsgd(levels=1, bucket=64)", "terngrad(clip=inf)"]
+UNBIASED = [
+    "int8(block=64, stochastic=true)",
+    "qsgd",
+    "qsgd(levels=1, bucket=64)",
+    "terngrad(clip=inf)",
+    "qsgd(levels=3, norm=max)",
+]
 UNBIASED += ["random_k(ratio=0.2, scaled=true)", "dense", "sufficient_factors"]
 
 
@@ -128,7 +134,7 @@ CODED = [
     "twobit",
     "terngrad",
 ]
-CODED += ["qsgd(bucket=64)"]
+CODED += ["qsgd(bucket=64)", "qsgd(levels=3, bucket=64, norm=max)"]
 
 
 @pytest.mark.parametrize("text", CODED)

@@ -278,8 +278,8 @@ void onebit_decode(const uint8_t *bits, const float *values, i64 rows, i64 width
 
 // --- a few levels, packed -----------------------------------------------------------------------------------------------
 
-// QSGD: for each bucket its norm, and for each value the level (|x| / norm) levels, rounded at random, shifted by `levels`.
-void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, uint8_t *out, float *norms, float *owed,
+// QSGD: for each bucket its norm (top: its largest value), and for each value the level (|x| / norm) levels, rounded at random, shifted by `levels`.
+void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, int top, uint8_t *out, float *norms, float *owed,
                  int behind, uint32_t key) {
     uint8_t codes[CHUNK];
     for (i64 first = 0, b = 0; first < n; first += bucket, b++) {
@@ -290,13 +290,13 @@ void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, uint8
         if (!(shrink <= 3.4e38f)) shrink = 0.0f;
         v16 squares = {};
         double total = 0;
-        for (; i + 16 <= whole; i += 16) {
+        for (; !top && i + 16 <= whole; i += 16) {
             v16 v = load(all + i) * shrink;
             squares += v * v;
         }
-        for (; i < whole; i++) total += (double)(all[i] * shrink) * (all[i] * shrink);
+        for (; !top && i < whole; i++) total += (double)(all[i] * shrink) * (all[i] * shrink);
         total += sum(squares);
-        float norm = shrink > 0.0f ? (float)std::min(3.4028234e38, std::sqrt(total) / shrink) : 0.0f;
+        float norm = top ? most : shrink > 0.0f ? (float)std::min(3.4028234e38, std::sqrt(total) / shrink) : 0.0f;
         float factor = (float)levels / norm, unit = norm / (float)levels;
         if (!(norm > 0.0f) || !(factor <= 3.4e38f)) norm = factor = unit = 0.0f;
         norms[b] = norm;

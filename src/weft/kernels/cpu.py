@@ -35,7 +35,7 @@ _SIGNATURES = {
     "bf16_encode": (None, [_P, _I, _P, _P]),
     "onebit_encode": (None, [_P, _I, _I, _P, _P, _P, _N]),
     "onebit_decode": (None, [_P, _P, _I, _I, _P, _N]),
-    "qsgd_encode": (None, [_P, _I, _I, _N, _N, _P, _P, _P, _N, _K]),
+    "qsgd_encode": (None, [_P, _I, _I, _N, _N, _N, _P, _P, _P, _N, _K]),
     "qsgd_decode": (None, [_P, _P, _I, _I, _N, _N, _P, _N]),
     "ternary_encode": (None, [_P, _I, _F, _N, _K, _P, _P, _N]),
     "ternary_decode": (None, [_P, _I, _F, _P, _N]),
@@ -146,13 +146,16 @@ def qsgd_encode(
     bucket: int,
     levels: int,
     width: int,
+    largest: bool,
     codes: Tensor,
     norms: Tensor,
     owed: Tensor | None,
     behind: bool,
     key: int,
 ) -> None:
-    _lib().qsgd_encode(_at(x), x.numel(), bucket, levels, width, _at(codes), _at(norms), _at(owed), behind, key)
+    _lib().qsgd_encode(
+        _at(x), x.numel(), bucket, levels, width, largest, _at(codes), _at(norms), _at(owed), behind, key
+    )
 
 
 def qsgd_decode(codes: Tensor, norms: Tensor, bucket: int, levels: int, width: int, out: Tensor, add: bool) -> None:

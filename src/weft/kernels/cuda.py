@@ -369,6 +369,7 @@ def _qsgd_encode(
     bucket: tl.constexpr,
     levels: tl.constexpr,
     width: tl.constexpr,
+    largest: tl.constexpr,
     some: tl.constexpr,
     owes: tl.constexpr,
     behind: tl.constexpr,
@@ -400,6 +401,8 @@ def _qsgd_encode(
             v = _due(x, owed, at, (begin + column < bucket) & (at < count), behind) * shrink[:, None, None]
             squares += tl.sum(tl.sum(v * v, axis=2), axis=1)
     norm = tl.where(shrink > 0, tl.minimum(tl.div_rn(tl.sqrt_rn(squares), shrink), 3.4028234e38), 0.0)
+    if largest:
+        norm = most
     factor = tl.div_rn(levels * 1.0, norm)
     factor = tl.where((norm > 0) & (factor <= 3.4e38), factor, 0.0)
     norm = tl.where(factor > 0, norm, 0.0)
@@ -424,6 +427,7 @@ def qsgd_encode(
     bucket: int,
     levels: int,
     width: int,
+    largest: bool,
     codes: Tensor,
     norms: Tensor,
     owed: Tensor | None,
@@ -434,7 +438,9 @@ def qsgd_encode(
     some = _group(width, bucket)
     flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "num_warps": warps}
     grid = (triton.cdiv(norms.numel(), rows),)
-    _qsgd_encode[grid](x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, some, **flags, **_EXACT)
+    _qsgd_encode[grid](
+        x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, largest, some, **flags, **_EXACT
+    )
 
 
 @triton.jit
