@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SGD = ("--optimizer", "sgd", "--lr", "0.2")
+SGD = ("--optimizer", "sgd", "--lr", "0.1", "--clip", "1.0")
 THREE, ONE = (0, 1, 2), (0,)
 
 
@@ -35,6 +35,7 @@ ROWS = [
     Row("dense", THREE),
     Row("int8", THREE),
     Row("qsgd(levels=16)", THREE),
+    Row("qsgd(levels=3, norm=max)", THREE),
     Row("error_feedback(onebit)", THREE),
     Row("error_feedback(powersgd(rank=4))", THREE),
     Row("error_feedback(topk(ratio=0.01))", THREE),
@@ -55,6 +56,10 @@ ROWS = [
     Row("error_feedback(gradient_dropping(drop=0.99))"),
     Row("error_feedback(adacomp(bin=500))"),
     Row("error_feedback(random_k(ratio=0.01))"),
+    Row("error_feedback(significant)"),
+    Row("qsgd(levels=7, norm=max)"),
+    Row("qsgd(levels=1, norm=max)"),
+    Row("error_feedback(powersgd(rank=16))"),
     Row("dgc(ratio=0.001, warmup=200)", ONE, SGD),
 ]
 

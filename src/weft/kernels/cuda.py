@@ -18,7 +18,7 @@ _TILE = 4096
 _ROW = 16384
 """Values that a program may hold at once; longer rows are read twice."""
 _A_WARP = 1024
-_PRODUCT = 4
+"""Values that a warp holds, 32 in each thread."""
 _FEW = 1 << 17
 """Values up to which PyTorch's own selection is quick enough."""
 _SAMPLE = 1 << 16
@@ -647,7 +647,7 @@ def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = 
     (height, width), rank = out.shape, p.shape[1]
     grid = (triton.cdiv(height, 8), triton.cdiv(width, 512))
     rest = taken_from is not None
-    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, num_warps=_PRODUCT, **_EXACT)
+    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, **_EXACT)
 
 
 @triton.jit

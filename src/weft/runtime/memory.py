@@ -66,9 +66,11 @@ class Memory:
         assert there is not None, "a gate opens when the bucket is full"
         if not self.factors:
             return there
-        members = zip(there.pieces, self.members[bucket], strict=True)
-        pieces = (replace(piece, factors=self.factors.pop(i, None)) for piece, i in members)
-        return Bucket(tuple(pieces), there.flat)
+        found = [self.factors.pop(i, None) for i in self.members[bucket]]
+        for factor in (factor for pair in found if pair for factor in pair if factor.is_cuda):
+            factor.record_stream(torch.cuda.current_stream())
+        pieces = zip(there.pieces, found, strict=True)
+        return Bucket(tuple(replace(piece, factors=pair) for piece, pair in pieces), there.flat)
 
     def put(self, index: int, grad: Tensor, share: float) -> None:
         """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1).
