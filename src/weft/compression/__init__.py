@@ -51,11 +51,6 @@ class Bucket:
     flat: Tensor | None = None
     """All of the pieces' `grad` as one tensor, where they lie side by side and are their own `mean`."""
 
-    def due(self) -> Bucket:
-        """With all that is to be sent in each piece's `grad`."""
-        behind = any(piece.behind for piece in self.pieces)
-        return Bucket(tuple(piece.due() for piece in self.pieces)) if behind else self
-
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -101,6 +96,8 @@ class Compressor(Answer, ABC):
     """Whether it asks an inner compressor for what that did not send."""
     owes: ClassVar[bool] = False
     """Whether it remembers what it has not sent yet, as `owed`."""
+    adds_up: ClassVar[bool] = False
+    """Whether it takes pieces that are `behind`, and adds gradient and debt up by itself."""
     factors: ClassVar[bool] = False
     """Whether it asks for what gradients are products of."""
     claims: ClassVar[tuple[str, ...]] = ()

@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ A_ROUND = 16 * 1024
 @dataclass(frozen=True, kw_only=True)
 class Coded(Compressor):
     """One parameter, or a share of it, at a time: flat values and the length of its rows."""
+
+    adds_up: ClassVar[bool] = True
 
     @abstractmethod
     def size(self, count: int, width: int) -> int:

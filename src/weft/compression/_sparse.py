@@ -30,7 +30,7 @@ class Sparse(Compressor):
         """How many places are likely."""
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        pieces = bucket.due().pieces
+        pieces = bucket.pieces
         chosen = [self._chosen(piece, ctx) for piece in pieces]
         mine = [places.numel() for places, _ in chosen]
         counts = torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device)

@@ -31,7 +31,6 @@ class Cast(Compressor):
         return float(x.double().norm()) * info.eps / 2 + math.sqrt(x.numel()) * info.smallest_normal * info.eps
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        bucket = bucket.due()
         sizes = [piece.grad.numel() for piece in bucket.pieces]
         payload = ctx.room("cast", bucket.pieces[0], sum(sizes), _DTYPES[self.dtype])
         for piece, part in zip(bucket.pieces, payload.split(sizes), strict=True):

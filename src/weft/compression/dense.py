@@ -22,7 +22,6 @@ class Dense(Compressor):
         return 0.0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        bucket = bucket.due()
         flat = bucket.flat if bucket.flat is not None else torch.cat([piece.grad for piece in bucket.pieces])
         total = yield Sum(flat)
         if total is not bucket.flat:

@@ -46,7 +46,8 @@ class ErrorFeedback(Compressor):
                 memory["owed"] = torch.zeros_like(piece.grad)
             if self.decay != 1.0:
                 memory["owed"].mul_(self.decay)
-            pieces.append(replace(piece, owed=memory["owed"], behind=True))
+            owing = replace(piece, owed=memory["owed"], behind=True)
+            pieces.append(owing if self.inner.adds_up else owing.due())
         return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

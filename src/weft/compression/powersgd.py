@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class Powersgd(Compressor):
     P = sum of M Q', made orthonormal; Q = sum of P'M; the mean is P Q. Both are summed unopened: rank (rows + columns)
     values. Vectors, and matrices for which that is no less, go whole, with P. Meant to stand in error_feedback.
     """
+
+    adds_up: ClassVar[bool] = True
 
     rank: int = 4
     """Columns of the thin matrices."""

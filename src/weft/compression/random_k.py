@@ -43,7 +43,6 @@ class RandomK(Compressor):
         return float(x.double().norm()) * (max(1.0, math.ceil(1 / self.ratio) - 1) if self.scaled else 1.0)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        bucket = bucket.due()
         chosen = [self._places(piece, ctx) for piece in bucket.pieces]
         values = torch.cat([piece.grad[at] for piece, (at, _) in zip(bucket.pieces, chosen, strict=True)])
         for piece, (at, _) in zip(bucket.pieces, chosen, strict=True):

@@ -39,7 +39,7 @@ class SufficientFactors(Compressor):
         return 0.0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        pieces = bucket.due().pieces
+        pieces = bucket.pieces
         mine = [self._rows(piece, ctx) for piece in pieces]
         everyone = yield All((torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device),))
         counts = [mine if theirs.is_meta else theirs.tolist() for (theirs,) in everyone]

@@ -34,7 +34,6 @@ class Topk(Compressor):
             raise ValueError(f"ratio is {self.ratio}, but must lie in (0, 1]")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        bucket = bucket.due()
         counts = [self.k(piece.spec.numel) for piece in bucket.pieces]
         first = bucket.pieces[0]
         values = ctx.room("values", first, sum(counts), first.grad.dtype)

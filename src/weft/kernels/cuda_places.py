@@ -1,0 +1,66 @@
+"""The largest values of a tensor on a GPU, and their places."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 4096
+_FEW = 1 << 17
+"""Values up to which PyTorch's own selection is quick enough."""
+_SAMPLE = 1 << 16
+
+
+@triton.jit
+def _count(x, least, counts, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    size = tl.abs(tl.load(x + at, mask=at < count, other=0.0))
+    passed = (size >= tl.load(least)) & (at < count)
+    tl.store(counts + tl.program_id(0), tl.sum(passed.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _collect(x, least, ends, counts, places, room, count, tile: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    size = tl.abs(tl.load(x + at, mask=at < count, other=0.0))
+    passed = (size >= tl.load(least)) & (at < count)
+    before = tl.load(ends + tl.program_id(0)) - tl.load(counts + tl.program_id(0))
+    to = before + tl.cumsum(passed.to(tl.int32), axis=0) - 1
+    tl.store(places + to, at.to(tl.int32), mask=passed & (to < room))
+
+
+def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
+    """The first places of values as large as that, as far as there is room; returns how many there are, or the room."""
+    return min(places.numel(), _places_from(x, least, places))
+
+
+def _places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
+    tiles = (triton.cdiv(x.numel(), _TILE),)
+    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    _count[tiles](x, least, counts, x.numel(), _TILE)
+    ends = counts.cumsum(0)
+    _collect[tiles](x, least, ends, counts, places, places.numel(), x.numel(), _TILE)
+    return int(ends[-1])
+
+
+def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:
+    """The places and values of the largest, as many as there is room for; `candidates` is scratch memory.
+
+    Of a large parameter a sample tells from which size on values are looked at; where it misleads, all are.
+    """
+    k = values.numel()
+    among = None
+    if x.numel() > _FEW and k < x.numel() // 4:
+        sample = x[:: x.numel() // _SAMPLE].abs()
+        share = k / x.numel()
+        few = int(sample.numel() * (1.15 * share + 3 * (share / sample.numel()) ** 0.5))
+        found = _places_from(x, sample.topk(few, sorted=False).values.amin(), candidates)
+        among = candidates[:found] if k <= found <= candidates.numel() else None
+    if among is None:
+        places.copy_(x.abs().topk(k, sorted=False).indices)
+    else:
+        torch.index_select(among, 0, x[among].abs().topk(k, sorted=False).indices, out=places)
+    torch.index_select(x, 0, places, out=values)
+    return k
