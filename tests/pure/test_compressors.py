@@ -306,19 +306,6 @@ def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None
     assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
 
 
-# --- debts ---
-
-
-def test_a_debt_decays_where_that_is_asked_for() -> None:
-    compression, state = of("error_feedback(topk(ratio=0.5), decay=0.25)"), State()
-    for step, (grad, mean) in enumerate([([4.0, 1.0], [4.0, 0.0]), ([0.0, 1.0], [0.0, 1.25])]):
-        piece = Piece(Spec("p", (2,)), torch.tensor(grad), torch.zeros(2))
-        loopback.run([compression.exchange(Bucket((piece,)), state, Context(step=step, rank=0, workers=1))])
-        assert piece.mean.tolist() == mean
-    with pytest.raises(SpellingError, match="decay is 2"):
-        of("error_feedback(topk, decay=2.0)")
-
-
 # --- significance ---
 
 
