@@ -106,10 +106,6 @@ def _put(out, at, value, inside, add: tl.constexpr):
     tl.store(out + at, value, mask=inside)
 
 
-def _packed(count: int, width: int) -> int:
-    return (count * width + 7) // 8
-
-
 def _shape(width: int, most: int = _ROW) -> tuple[int, int, int]:
     """How rows of this width are held: so many at once, so many values of each, by so many warps."""
     tile = max(8, min(most, triton.next_power_of_2(width)))
