@@ -22,8 +22,8 @@ __all__ = ["basis", "places_from", "thin_left", "thin_product", "thin_right", "t
 _TILE = 4096
 _ROW = 16384
 """Values that a program may hold at once; longer rows are read twice."""
-_A_WARP = 1024
-"""Values that a warp holds, 32 in each thread."""
+_A_WARP = 512
+"""Values that a warp holds, 16 in each thread."""
 
 
 # --- in every kernel --------------------------------------------------------------------------------------------------
@@ -62,14 +62,18 @@ def _reciprocal(s):
 def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr):
     """Codes [rows, groups, some] of `width` bits, as bytes from `to`; `first`: each group's first byte; below `most`.
 
-    A group fills whole words of 4 bytes, which are stored at once, or has 8 codes in `width` bytes.
+    A group fills whole words of 4 bytes, which are stored at once, or has 8 codes in `width` bytes. Four codes lie in
+    one thread and are joined there; only those are shared out among words.
     """
     k = tl.arange(0, some)[None, None, :] * width
     if width * some % 32 == 0:
+        four = tl.reshape(code, [code.shape[0], code.shape[1], some // 4, 4]) << (tl.arange(0, 4) * width)
+        quads = tl.sum(four, axis=3)
+        k = tl.arange(0, some // 4)[None, None, :] * (4 * width)
         to4 = to.to(tl.pointer_type(tl.int32), bitcast=True)
         for w in tl.static_range(width * some // 32):
             up, down = tl.maximum(k - 32 * w, 0), tl.maximum(32 * w - k, 0)
-            part = tl.where((k < 32 * w + 32) & (k + width > 32 * w), (code << up) >> down, 0)
+            part = tl.where((k < 32 * w + 32) & (k + 4 * width > 32 * w), (quads << up) >> down, 0)
             word, at = tl.sum(part, axis=2), first + 4 * w
             tl.store(to4 + at // 4, word, mask=at + 4 <= most)
             for b in tl.static_range(3):  # where a code ends within a word
@@ -85,7 +89,7 @@ def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr
 def _group(width: int, row: int) -> int:
     """How many codes are packed together: as many as fill whole words of 4 bytes, where rows have room for that."""
     some = 32 // math.gcd(width, 32)
-    return some if width % 2 == 0 and row % some == 0 else 8
+    return some if row % some == 0 else 8
 
 
 @triton.jit
@@ -109,8 +113,8 @@ def _put(out, at, value, inside, add: tl.constexpr):
 def _shape(width: int, most: int = _ROW) -> tuple[int, int, int]:
     """How rows of this width are held: so many at once, so many values of each, by so many warps."""
     tile = max(8, min(most, triton.next_power_of_2(width)))
-    rows = max(1, _TILE // tile)
-    return rows, tile, max(4, rows * tile // _A_WARP)
+    rows = max(1, _A_WARP // tile)
+    return rows, tile, rows * tile // _A_WARP
 
 
 def _signed(key: int | None) -> int:
@@ -347,7 +351,7 @@ def _qsgd_codes(
     some: tl.constexpr,
     owes: tl.constexpr,
 ):
-    level = tl.minimum(tl.floor(tl.abs(v) * factor + _uniform(at.to(tl.int32), key)), levels)
+    level = tl.minimum(tl.floor(tl.abs(v) * factor + _uniform(at, key)), levels)
     level = tl.where(_negative(v), -level, level)
     _store_packed(
         tl.where(inside, level.to(tl.int32) + levels, 0), codes, group * (width * some // 8), most, width, some
@@ -374,7 +378,15 @@ def _qsgd_encode(
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    first = tl.program_id(0).to(tl.int64) * rows  # from here on, places count from this program's first bucket
+    x += first * bucket
+    codes += first * (bucket * width // 8)
+    norms += first
+    if owes:
+        owed += first * bucket
+    key += (first * bucket).to(tl.int32) * -1640531527
+    count = tl.minimum(count - first * bucket, rows * bucket).to(tl.int32)
+    row = tl.arange(0, rows)
     group = tl.arange(0, tile // some)[None, :]
     column = group[:, :, None] * some + tl.arange(0, some)[None, None, :]
     start = (row * bucket)[:, None, None]
@@ -407,16 +419,16 @@ def _qsgd_encode(
     tl.store(norms + row, norm, mask=row * bucket < count)
     factor, unit = factor[:, None, None], tl.div_rn(norm, levels * 1.0)[:, None, None]
     last = (count * width + 7) // 8
-    first = (row * (bucket // some))[:, None] + group
+    pack = (row * (bucket // some))[:, None] + group
     if tile >= bucket:
-        first = tl.where(group * some < bucket, first, last)
-        _qsgd_codes(v, codes, owed, at, inside, first, factor, unit, last, key, levels, width, some, owes)
+        pack = tl.where(group * some < bucket, pack, last)
+        _qsgd_codes(v, codes, owed, at, inside, pack, factor, unit, last, key, levels, width, some, owes)
     else:
         for begin in range(0, bucket, tile):
             at = start + begin + column
             inside = (begin + column < bucket) & (at < count)
             v = _due(x, owed, at, inside, behind)
-            here = tl.where(begin + group * some < bucket, first + begin // some, last)
+            here = tl.where(begin + group * some < bucket, pack + begin // some, last)
             _qsgd_codes(v, codes, owed, at, inside, here, factor, unit, last, key, levels, width, some, owes)
 
 

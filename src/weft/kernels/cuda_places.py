@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096
+_TILE = 1024
 _FEW = 1 << 17
 """Values up to which PyTorch's own selection is quick enough."""
 _SAMPLE = 1 << 16

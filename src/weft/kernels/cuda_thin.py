@@ -41,8 +41,9 @@ def thin_right(m: Tensor, q: Tensor, p: Tensor, owed: Tensor | None) -> None:
     """p = m q'; with `owed`: (owed + m) q', and that is left there."""
     (height, width), rank = m.shape, q.shape[0]
     ranks = triton.next_power_of_2(rank)
-    rows = max(1, 32 // ranks)
-    _thin_right[(triton.cdiv(height, rows),)](m, q, p, owed, height, width, rank, ranks, owed is not None, rows, 512)
+    rows = max(1, 16 // ranks)
+    grid = (triton.cdiv(height, rows),)
+    _thin_right[grid](m, q, p, owed, height, width, rank, ranks, owed is not None, rows, 1024, num_warps=8)
 
 
 @triton.jit
@@ -74,11 +75,10 @@ def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
     """q = p' m."""
     (height, width), rank = m.shape, p.shape[1]
     ranks = triton.next_power_of_2(rank)
-    rows = max(1, 32 // ranks)
-    slab = max(rows, 512)
-    grid = (triton.cdiv(width, 512), triton.cdiv(height, slab))
+    rows, slab, tile = max(1, 16 // ranks), 512, 1024
+    grid = (triton.cdiv(width, tile), triton.cdiv(height, slab))
     parts = m.new_empty(grid[1], rank, width)
-    _thin_left[grid](m, p, parts, height, width, slab, rank, ranks, rows, 512)
+    _thin_left[grid](m, p, parts, height, width, slab, rank, ranks, rows, tile, num_warps=8)
     torch.sum(parts, 0, out=q)
 
 
@@ -95,8 +95,9 @@ def _thin_product(
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
-    column = tl.program_id(1) * tile + tl.arange(0, tile)[None, :]
+    across = tl.cdiv(width, tile)
+    row = (tl.program_id(0) // across).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
+    column = tl.program_id(0) % across * tile + tl.arange(0, tile)[None, :]
     inside = (row < height) & (column < width)
     total = tl.zeros([rows, tile], tl.float32)
     for k in tl.static_range(rank):
@@ -114,9 +115,10 @@ def _thin_product(
 def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
     """out = p q, or what is left of a matrix without that."""
     (height, width), rank = out.shape, p.shape[1]
-    grid = (triton.cdiv(height, 8), triton.cdiv(width, 512))
-    rest = taken_from is not None
-    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, 8, 512, enable_fp_fusion=False)
+    rows, tile, rest = 4, 1024, taken_from is not None
+    grid = (triton.cdiv(height, rows) * triton.cdiv(width, tile),)
+    flags = {"num_warps": 8, "enable_fp_fusion": False}
+    _thin_product[grid](p, q, taken_from, out, height, width, rank, rest, rows, tile, **flags)
 
 
 @triton.jit
