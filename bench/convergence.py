@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SGD = ("--optimizer", "sgd", "--lr", "0.1", "--clip", "1.0")
+GENTLE = ("--optimizer", "sgd", "--lr", "0.03", "--clip", "1.0")
+UNCLIPPED = ("--optimizer", "sgd", "--lr", "0.1")
 THREE, ONE = (0, 1, 2), (0,)
 
 
@@ -61,6 +63,12 @@ ROWS = [
     Row("qsgd(levels=1, norm=max)"),
     Row("error_feedback(powersgd(rank=16))"),
     Row("dgc(ratio=0.001, warmup=200)", ONE, SGD),
+    Row("dense", ONE, GENTLE),
+    Row("error_feedback(onebit)", ONE, GENTLE),
+    Row("error_feedback(powersgd(rank=4))", ONE, GENTLE),
+    Row("error_feedback(topk(ratio=0.01))", ONE, GENTLE),
+    Row("dense", ONE, UNCLIPPED),
+    Row("dgc(ratio=0.01, warmup=200, clip=0.25)", ONE, UNCLIPPED),
 ]
 
 
@@ -91,9 +99,11 @@ def table(folder: Path) -> None:
     print("| | optimizer | seeds | held-out loss, mean | lowest to highest | of dense |")
     print("|---|---|---|---|---|---|")
     for row, found in losses.items():
-        beside = losses.get(Row("dense", THREE, row.options), [])
+        beside = next(
+            (losses[each] for each in losses if each.compression == "dense" and each.options == row.options), []
+        )
         ratio = f"{statistics.mean(found) / statistics.mean(beside[: len(found)]):.4f}" if beside else ""
-        optimizer = "SGD, momentum 0.9" if row.options else "AdamW"
+        optimizer = " ".join(row.options).replace("--", "") or "adamw lr 0.001"
         print(
             f"| `{row.compression}` | {optimizer} | {len(found)} | {statistics.mean(found):.4f} "
             f"| {min(found):.4f} to {max(found):.4f} | {ratio} |"
