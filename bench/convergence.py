@@ -15,7 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,9 @@ ROWS = [
     Row("error_feedback(adacomp(bin=500))"),
     Row("error_feedback(random_k(ratio=0.01))"),
     Row("error_feedback(significant)"),
-    Row("qsgd(levels=7, norm=max)"),
+    Row("qsgd(levels=7, norm=max)", THREE),
+    Row("qsgd(levels=3, bucket=64, norm=max)", THREE),
+    Row("qsgd(levels=7, bucket=128, norm=max)", THREE),
     Row("qsgd(levels=1, norm=max)"),
     Row("error_feedback(powersgd(rank=16))"),
     Row("dgc(ratio=0.001, warmup=200)", ONE, SGD),
@@ -72,8 +74,8 @@ ROWS = [
 ]
 
 
-def runs(folder: Path) -> Iterator[tuple[Row, int, Path]]:
-    for row in ROWS:
+def runs(folder: Path, only: Sequence[str] = ()) -> Iterator[tuple[Row, int, Path]]:
+    for row in (row for row in ROWS if not only or row.compression in only):
         for seed in row.seeds:
             name = "".join(c if c.isalnum() else "_" for c in " ".join([row.compression, *row.options]))
             yield row, seed, folder / f"{name}-{seed}"
@@ -115,12 +117,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--processes", type=int, default=4, help="that carry the four workers of a run")
+    parser.add_argument("--only", nargs="+", default=[], metavar="COMPRESSION", help="some rows, spelled as in ROWS")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if not args.table:
         with ThreadPoolExecutor(args.parallel) as pool:
-            for waiting in [pool.submit(train, *each, args.steps, args.processes) for each in runs(args.folder)]:
+            for waiting in [
+                pool.submit(train, *each, args.steps, args.processes) for each in runs(args.folder, args.only)
+            ]:
                 waiting.result()
     table(args.folder)
 
