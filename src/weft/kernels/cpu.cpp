@@ -317,17 +317,18 @@ void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, int t
 
 void qsgd_decode(const uint8_t *in, const float *norms, i64 n, i64 bucket, int levels, int width, float *out, int add) {
     uint8_t codes[CHUNK];
-    for (i64 first = 0, b = 0; first < n; first += bucket, b++) {
-        i64 whole = std::min(bucket, n - first);
-        float unit = norms[b] / (float)levels;
-        for (i64 start = first; start < first + whole; start += CHUNK) {
-            i64 size = std::min(CHUNK, first + whole - start);
-            unpack(in + start / 8 * width, size, width, codes);
-            float *to = out + start;
+    for (i64 start = 0; start < n; start += CHUNK) {
+        i64 end = std::min(n, start + CHUNK);
+        unpack(in + start / 8 * width, end - start, width, codes);
+        for (i64 first = start; first < end;) {  // as far as one norm reaches
+            i64 b = first / bucket, size = std::min(end, (b + 1) * bucket) - first;
+            float unit = norms[b] / (float)levels, *to = out + first;
+            const uint8_t *from = codes + (first - start);
             if (add)
-                for (i64 i = 0; i < size; i++) to[i] += (float)((int)codes[i] - levels) * unit;
+                for (i64 i = 0; i < size; i++) to[i] += (float)((int)from[i] - levels) * unit;
             else
-                for (i64 i = 0; i < size; i++) to[i] = (float)((int)codes[i] - levels) * unit;
+                for (i64 i = 0; i < size; i++) to[i] = (float)((int)from[i] - levels) * unit;
+            first += size;
         }
     }
 }
