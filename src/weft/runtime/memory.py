@@ -32,6 +32,7 @@ class Memory:
         self.alone: dict[int, tuple[int, Spec]] = {}
         self.buckets: list[Bucket | None] = [None] * len(members)
         self._views: dict[int, Tensor] = {}
+        self._values = {i: _flat(params[i]) for inside in members for i in inside}
         for b, (group, inside) in enumerate(zip(timetable.buckets, members, strict=True)):
             if len(inside) == 1:
                 self.alone[inside[0]] = b, group[0]
@@ -41,7 +42,7 @@ class Memory:
             parts = flat.split(sizes)
             self._views |= {i: _shaped(part, params[i]) for i, part in zip(inside, parts, strict=True)}
             pieces = [
-                Piece(spec, part, part, value=_flat(params[i]))
+                Piece(spec, part, part, value=self._values[i])
                 for spec, part, i in zip(group, parts, inside, strict=True)
             ]
             self.buckets[b] = Bucket(tuple(pieces), flat)
@@ -119,7 +120,7 @@ class Memory:
         self._views[index] = grad
         if self.leads and self.params[index].grad is not None:
             self.params[index].grad = grad
-        self.buckets[b] = Bucket((Piece(spec, flat, flat, value=_flat(self.params[index])),), flat)
+        self.buckets[b] = Bucket((Piece(spec, flat, flat, value=self._values[index]),), flat)
 
     def release(self) -> None:
         """Let go of memory that autograd made, so that it can be used again."""
