@@ -1,0 +1,206 @@
+"""The side that asks: requests over a link that is made anew where it breaks, and nothing asked is lost by that."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from weft.errors import JobError, PeerLost
+from weft.transport.messaging.frames import FrameError, Head, Kind
+from weft.transport.messaging.keys import Key
+from weft.transport.messaging.links import Carrier, Link
+from weft.transport.messaging.meeting import Guest, Stranger, call
+
+_PAUSE_S = 0.05
+
+
+class Refused(JobError):
+    """The server says why it does not do what it was asked."""
+
+
+class Pending:
+    """A request on its way."""
+
+    def __init__(
+        self, head: Head, parts: Sequence[memoryview], into: Sequence[memoryview] | None, priority: int
+    ) -> None:
+        self.head, self.sent, self.into, self.priority = head, list(parts), into, priority
+        self.parts: list[memoryview] = []
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._then: Callable[[], None] | None = None
+
+    def wait(self, timeout_s: float) -> list[memoryview]:
+        """The reply's parts: `into` where that was given. Raises PeerLost, Refused or TimeoutError."""
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"no reply in {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self.parts
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` when the reply is there or the request has failed; at once where it is."""
+        with self._lock:
+            if not self._done.is_set():
+                self._then = act
+                return
+        act()
+
+    def finish(self, parts: list[memoryview], error: Exception | None = None) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.parts, self._error, self.sent = parts, error, []
+            self._done.set()
+            act = self._then
+        if act is not None:
+            act()
+
+
+class Client:
+    """One server, asked by one asker. Requests of a higher urgency (a lower number) leave first."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: Key,
+        name: str,
+        *,
+        encrypted: bool = False,
+        most_bytes: int = 1 << 26,
+        patience_s: float = 5.0,
+        retry_s: float = 3.0,
+    ) -> None:
+        self.address, self.key, self.most_bytes = address, key, most_bytes
+        self.patience_s, self.retry_s = patience_s, retry_s
+        self._guest = Guest(secrets.token_bytes(16), name)
+        self._tls: ssl.SSLContext | None = key.context(server=False) if encrypted else None
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._open: dict[int, Pending] = {}
+        self._settled = 0
+        self._failed: Exception | None = None
+        self._closed = False
+        self._carrier = Carrier("weft-ask")
+        self._link: Link | None = self._call(time.monotonic() + retry_s)
+        self._carrier.carry(self._link)
+
+    def __str__(self) -> str:
+        return "{}:{}".format(*self.address)
+
+    def ask(
+        self,
+        verb: int,
+        parts: Sequence[memoryview] = (),
+        *,
+        once: bool = False,
+        into: Sequence[memoryview] | None = None,
+        priority: int = 0,
+    ) -> Pending:
+        """Send a request. Parts must not change before its reply is there: it may have to be sent again.
+
+        `once`: it counts, and is never served twice. `into`: memory for the reply's parts, whose sizes must fit.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            number = next(self._numbers)
+            head = Head(Kind.ONCE if once else Kind.QUERY, verb, number, self._settled)
+            pending = self._open[number] = Pending(head, parts, into, priority)
+            link = self._link
+        if link is not None:
+            link.send(head, pending.sent, priority=priority)
+        return pending
+
+    def close(self) -> None:
+        """Leave; what is still open fails."""
+        with self._lock:
+            self._closed = True
+            link = self._link
+        if link is not None:
+            link.send(Head(Kind.BYE), priority=1 << 30)
+            deadline = time.monotonic() + 1
+            while link.talks and not link.gone and time.monotonic() < deadline:
+                time.sleep(0.002)
+        self._carrier.close()
+        self._fail(PeerLost(f"the link to {self} was closed"))
+
+    # --- what the link tells (in the carrier's thread) --------------------------------------------------------------
+
+    def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
+        pending = self._open.get(head.number)
+        if pending is not None and pending.into is not None and head.kind == Kind.REPLY:
+            if [len(part) for part in pending.into] != list(sizes):
+                wanted = [len(part) for part in pending.into]
+                raise FrameError(f"a reply has parts of {list(sizes)} bytes where {wanted} were asked for")
+            return list(pending.into)
+        return [memoryview(bytearray(size)) for size in sizes]
+
+    def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
+        if head.kind == Kind.BYE:
+            raise FrameError("it said goodbye")
+        if head.kind not in (Kind.REPLY, Kind.REFUSAL):
+            raise FrameError(f"an asker is not sent {head.kind.name}")
+        with self._lock:
+            pending = self._open.pop(head.number, None)
+            self._settled = min(self._open) - 1 if self._open else max(self._settled, head.number)
+        if pending is None:
+            return
+        if head.kind == Kind.REFUSAL:
+            pending.finish([], Refused(bytes(parts[0]).decode(errors="replace") if parts else "refused"))
+        else:
+            pending.finish(parts)
+
+    def lost(self, link: Link, reason: str) -> None:
+        with self._lock:
+            self._link = None
+            if self._closed:
+                return
+        threading.Thread(target=self._again, args=(reason,), name="weft-call-again", daemon=True).start()
+
+    def _again(self, reason: str) -> None:
+        """Call until somebody answers, then say again whatever has no reply."""
+        try:
+            link = self._call(time.monotonic() + self.retry_s)
+        except (OSError, PeerLost) as error:
+            why = error if isinstance(error, Stranger) else PeerLost(f"the server at {self} went away ({reason})")
+            self._fail(why)
+            return
+        with self._lock:
+            if self._closed:
+                link.stream.close()
+                return
+            self._link = link
+            for number in sorted(self._open):
+                pending = self._open[number]
+                head = Head(pending.head.kind, pending.head.verb, number, self._settled)
+                link.send(head, pending.sent, priority=pending.priority)
+        self._carrier.carry(link)
+
+    def _call(self, deadline: float) -> Link:
+        """A link, as soon as the server answers."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left))
+                return Link(stream, str(self), self._guest.identity, self, self.patience_s)
+            except Stranger:
+                raise
+            except OSError as error:
+                if time.monotonic() + _PAUSE_S > deadline or self._closed:
+                    raise PeerLost(
+                        f"nobody answers at {self} ({error.strerror or error}); start the server, or give its address"
+                    ) from None
+            time.sleep(_PAUSE_S)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failed = self._failed or error
+            opened, self._open = list(self._open.values()), {}
+        for pending in opened:
+            pending.finish([], error)

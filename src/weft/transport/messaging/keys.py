@@ -1,0 +1,121 @@
+"""Who belongs to a run: whoever holds its key, which is a file that only its owner can read.
+
+The file has a secret in its first line, with which both sides of a connection prove themselves, and below it a private
+key and a certificate in PEM for TLS: everyone of a run shows the same certificate, and accepts no other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import JobError
+
+_FIRST = re.compile(r"weft-key-1 ([0-9a-f]{64})")
+_NAME = "weft run"
+_YEARS = 2
+
+
+@dataclass(frozen=True)
+class Key:
+    """A run's key. `file` is where it lies, None where it was only made up for this process."""
+
+    secret: bytes
+    file: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Key({self.file or 'in memory'})"
+
+    @staticmethod
+    def fresh() -> Key:
+        """A key without a file: for threads of one process, and processes that inherit it. It cannot encrypt."""
+        return Key(secrets.token_bytes(32))
+
+    @staticmethod
+    def make(file: Path) -> Key:
+        """A new key file, readable by its owner alone; never an existing one."""
+        text = f"weft-key-1 {secrets.token_hex(32)}\n{_identity()}"
+        try:
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise JobError(f"{file} exists already; name another file, or join the run that it is the key of") from None
+        except OSError as error:
+            raise JobError(f"cannot write the key file {file} ({error.strerror}); name one that can be") from None
+        with os.fdopen(handle, "w") as to:
+            to.write(text)
+        return Key.read(file)
+
+    @staticmethod
+    def read(file: Path) -> Key:
+        """The key in a file."""
+        try:
+            handle = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise JobError(
+                f"cannot read the key file {file} ({error.strerror}); copy it from where the run was started"
+            ) from None
+        with os.fdopen(handle) as source:
+            if stat.S_IMODE(os.fstat(handle).st_mode) & 0o077:
+                raise JobError(f"the key file {file} can be read by others; `chmod 600 {file}`, then make a new key")
+            first = _FIRST.fullmatch(source.readline(200).strip())
+        if first is None:
+            raise JobError(f"{file} is not a key file of Weft's; copy the one from where the run was started")
+        return Key(bytes.fromhex(first[1]), file)
+
+    def proof(self, side: str, *said: bytes) -> bytes:
+        """What only a holder of the key can say about this conversation."""
+        text = b"".join(len(part).to_bytes(4, "big") + part for part in (side.encode(), *said))
+        return hmac.digest(self.secret, text, hashlib.sha256)
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """TLS 1.3 between two who show the run's certificate, and nobody else."""
+        if self.file is None:
+            raise JobError("an untrusted network needs a key file; give one with --key-file")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate is the run's, not a host's
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self.file)
+            context.load_verify_locations(self.file)
+        except ssl.SSLError:
+            raise JobError(
+                f"{self.file} has no certificate; pip install cryptography where the run is started, and start it again"
+            ) from None
+        if server:
+            context.num_tickets = 0  # nobody resumes
+        return context
+
+
+def _identity() -> str:
+    """A private key and a certificate for it, in PEM; empty without the package that makes them."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    except ImportError:
+        return ""  # good enough where the network is trusted; `context` says what is missing where it is not
+    private = Ed25519PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, None)
+    )
+    pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return (pem + certificate.public_bytes(Encoding.PEM)).decode()

@@ -1,0 +1,129 @@
+"""How a connection begins: both sides show that they hold the run's key before anything else is said.
+
+    asker    "weft-hello-1", its identity, its name, 32 random bytes
+    server   32 random bytes, proof("server", both, what the asker said)
+    asker    proof("asker", both, what the asker said)
+    server   one byte: welcome
+
+Where the network is not trusted all of this is said within TLS, in which both have shown the run's certificate. A proof
+is an HMAC; whoever gets none right learns nothing, and is not answered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from dataclasses import dataclass
+
+from weft.errors import PeerLost
+from weft.transport.messaging.keys import Key
+from weft.transport.messaging.streams import Plain, Stream, handshake
+
+PATIENCE_S = 10.0
+"""How long a stranger may take."""
+_HELLO = struct.Struct("!12s16s64s32s")
+_GREETING = b"weft-hello-1"
+_PROOF = 32
+_WELCOME = b"\1"
+
+
+class Stranger(PeerLost):
+    """The other side does not hold this run's key, or is no Weft at all."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Who asks: `identity` is one asker's life, over all its connections."""
+
+    identity: bytes
+    name: str
+
+
+def receive(sock: socket.socket, key: Key, tls: ssl.SSLContext | None) -> tuple[Stream, Guest]:
+    """The server's side. Raises Stranger or OSError; takes PATIENCE_S at most."""
+    deadline = time.monotonic() + PATIENCE_S
+    stream = _stream(sock, tls, server=True)
+    hello = _exactly(stream, _HELLO.size, deadline)
+    greeting, identity, name, theirs = _HELLO.unpack(hello)
+    if greeting != _GREETING:
+        raise Stranger("something that is not Weft called")
+    mine = secrets.token_bytes(32)
+    _say(stream, mine + key.proof("server", theirs, mine, hello), deadline)
+    if not hmac.compare_digest(_exactly(stream, _PROOF, deadline), key.proof("asker", theirs, mine, hello)):
+        raise Stranger("somebody called without this run's key")
+    _say(stream, _WELCOME, deadline)
+    return stream, Guest(identity, name.rstrip(b"\0").decode(errors="replace"))
+
+
+def call(address: tuple[str, int], guest: Guest, key: Key, tls: ssl.SSLContext | None, patience_s: float) -> Stream:
+    """The asker's side: a connection on which the server has proved itself. Raises Stranger or OSError."""
+    deadline = time.monotonic() + patience_s
+    where = "{}:{}".format(*address)
+    sock = socket.create_connection(address, timeout=patience_s)
+    try:
+        stream = _stream(sock, tls, server=False)
+        mine = secrets.token_bytes(32)
+        name = guest.name.encode()[:64]
+        hello = _HELLO.pack(_GREETING, guest.identity, name, mine)
+        _say(stream, hello, deadline)
+        answer = _exactly(stream, 32 + _PROOF, deadline)
+        theirs, proof = answer[:32], answer[32:]
+        if not hmac.compare_digest(proof, key.proof("server", mine, theirs, hello)):
+            raise Stranger(f"{where} has another key than this process; {_remedy(key)}")
+        _say(stream, key.proof("asker", mine, theirs, hello), deadline)
+        _exactly(stream, 1, deadline)
+        return stream
+    except (ssl.SSLError, ConnectionResetError, BrokenPipeError) as error:
+        sock.close()
+        raise Stranger(f"{where} did not accept this process ({_words(error)}); {_remedy(key)}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _remedy(key: Key) -> str:
+    place = f" to {key.file}" if key.file else ""
+    return f"copy the key file of the run{place}, and give both sides the same --network"
+
+
+def _words(error: OSError) -> str:
+    return str(getattr(error, "reason", None) or error)
+
+
+def _stream(sock: socket.socket, tls: ssl.SSLContext | None, *, server: bool) -> Stream:
+    if tls is None:
+        return Plain(sock)
+    sock.settimeout(PATIENCE_S)
+    return handshake(sock, tls, server=server)
+
+
+def _exactly(stream: Stream, size: int, deadline: float) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while len(view):
+        got = stream.read(view)
+        view = view[got:]
+        if not got:
+            _wait(stream, deadline, reading=True)
+    return bytes(data)
+
+
+def _say(stream: Stream, data: bytes, deadline: float) -> None:
+    view = memoryview(data)
+    while len(view) or stream.unsent:
+        taken = stream.write([view] if len(view) else [])
+        view = view[taken:]
+        if len(view) or stream.unsent:
+            _wait(stream, deadline, reading=False)
+
+
+def _wait(stream: Stream, deadline: float, *, reading: bool) -> None:
+    left = deadline - time.monotonic()
+    ends = [stream.sock]
+    if left <= 0 or not any(select.select(ends if reading else [], [] if reading else ends, [], left)):
+        raise TimeoutError("the other side says nothing")

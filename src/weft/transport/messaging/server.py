@@ -1,0 +1,237 @@
+"""The side that is asked: requests from whoever holds the key, each that counts served once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from weft.errors import PeerLost
+from weft.transport.messaging.frames import REQUESTS, FrameError, Head, Kind
+from weft.transport.messaging.keys import Key
+from weft.transport.messaging.links import Carrier, Link
+from weft.transport.messaging.meeting import PATIENCE_S, receive
+
+log = logging.getLogger("weft.messaging")
+
+_STRANGERS = 32
+"""So many may be on the doorstep at once; who comes then is sent away unheard."""
+_WINDOW = 256
+"""Requests of one asker that may be open at once."""
+_KEPT_S = 120.0
+"""How long an asker that went away may come back and find its replies."""
+_MOST_REPLY = 64 * 1024
+"""Replies to requests that count are kept, and so are small."""
+
+
+@dataclass
+class _Session:
+    """One asker, over all its connections."""
+
+    name: str
+    link: Link | None
+    settled: int = 0
+    open: dict[int, Request] = field(default_factory=dict)
+    answered: dict[int, tuple[Head, list[memoryview]]] = field(default_factory=dict)
+    left_at: float = 0.0
+
+
+class Request:
+    """One request; reply or refuse once, from any thread. Its parts are read-only, and belong to it until then."""
+
+    def __init__(self, server: Server, session: _Session, head: Head, parts: list[memoryview]) -> None:
+        self._server, self._session, self._head = server, session, head
+        self.parts = parts
+
+    @property
+    def sender(self) -> str:
+        return self._session.name
+
+    @property
+    def verb(self) -> int:
+        return self._head.verb
+
+    def reply(self, parts: Sequence[memoryview] = (), left: Callable[[], None] | None = None) -> None:
+        """Parts must not change until `left` is called; those of a request that counts are copied, and small."""
+        self._server._answer(self._session, self._head, Kind.REPLY, list(parts), left)
+
+    def refuse(self, why: str) -> None:
+        """One sentence instead of an answer."""
+        self._server._answer(self._session, self._head, Kind.REFUSAL, [memoryview(why.encode()[:4096])], None)
+
+
+class Server:
+    """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
+
+    `joined` and `left` tell of askers that come for the first time, and of those that went, on purpose or not.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: Key,
+        handle: Callable[[Request], None],
+        *,
+        encrypted: bool = False,
+        most_bytes: int = 1 << 26,
+        patience_s: float = 5.0,
+        joined: Callable[[str], None] = lambda name: None,
+        left: Callable[[str, str], None] = lambda name, why: None,
+    ) -> None:
+        self.key, self.handle, self.most_bytes, self.patience_s = key, handle, most_bytes, patience_s
+        self._joined, self._left = joined, left
+        self._tls: ssl.SSLContext | None = key.context(server=True) if encrypted else None
+        self._sessions: dict[bytes, _Session] = {}
+        self._lock = threading.RLock()
+        self._spare: dict[int, list[bytearray]] = {}
+        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._closed = False
+        self._carrier = Carrier("weft-serve")
+        threading.Thread(target=self._welcome, name="weft-door", daemon=True).start()
+
+    def close(self) -> None:
+        """Say goodbye to everyone, and stop."""
+        self._closed = True
+        with self._lock:
+            links = [session.link for session in self._sessions.values() if session.link is not None]
+        for link in links:
+            link.send(Head(Kind.BYE))
+        deadline = time.monotonic() + 1
+        while any(link.talks and not link.gone for link in links) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._carrier.close()
+
+    # --- at the door ------------------------------------------------------------------------------------------------
+
+    def _welcome(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # no descriptors left: those who are in go on
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._meet, args=(sock,), name="weft-meeting", daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(PATIENCE_S)
+            stream, guest = receive(sock, self.key, self._tls)
+        except (OSError, PeerLost) as error:
+            log.info("turned somebody away: %s", error)
+            sock.close()
+            return
+        finally:
+            self._strangers.release()
+        link = Link(stream, guest.name, guest.identity, self, self.patience_s)
+        with self._lock:
+            self._forget()
+            session = self._sessions.get(guest.identity)
+            new = session is None
+            if session is None:
+                session = self._sessions[guest.identity] = _Session(guest.name, link)
+            old, session.link = session.link, link
+        if old is not None and old is not link:
+            old.send(Head(Kind.BYE))
+        if new:
+            self._joined(guest.name)
+        self._carrier.carry(link)
+
+    def _forget(self) -> None:
+        """Let go of those who went long ago."""
+        now = time.monotonic()
+        gone = [who for who, each in self._sessions.items() if each.link is None and now - each.left_at > _KEPT_S]
+        for who in gone:
+            del self._sessions[who]
+
+    # --- what links tell (in the carrier's thread) ------------------------------------------------------------------
+
+    def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
+        with self._lock:
+            return [memoryview(self._memory(size))[:size] for size in sizes]
+
+    def _memory(self, size: int) -> bytearray:
+        """Of a size that is used again: the next power of two."""
+        room = 1 << max(6, (size - 1).bit_length())
+        spare = self._spare.get(room)
+        return spare.pop() if spare else bytearray(room)
+
+    def _give_back(self, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            memory = part.obj
+            if isinstance(memory, bytearray):
+                spare = self._spare.setdefault(len(memory), [])
+                if len(spare) * len(memory) < 2 * self.most_bytes:
+                    spare.append(memory)
+
+    def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
+        if head.kind == Kind.BYE:
+            raise FrameError("it said goodbye")
+        if head.kind not in REQUESTS:
+            raise FrameError(f"a server is not sent {head.kind.name}")
+        with self._lock:
+            session = self._sessions.get(link.identity)
+            if session is None or session.link is not link:
+                return
+            for number in [number for number in session.answered if number <= head.settled]:
+                del session.answered[number]
+            session.settled = max(session.settled, head.settled)
+            known = session.answered.get(head.number)
+            if known is not None:
+                link.send(*known)
+                return
+            if head.number <= session.settled or head.number in session.open:
+                return  # a replay, or one that came again before it was answered
+            if len(session.open) + len(session.answered) >= _WINDOW:
+                raise FrameError(f"{_WINDOW} requests are open already")
+            request = session.open[head.number] = Request(self, session, head, parts)
+        self.handle(request)
+
+    def lost(self, link: Link, reason: str) -> None:
+        with self._lock:
+            session = self._sessions.get(link.identity)
+            if session is None or session.link is not link:
+                return
+            session.link, session.left_at = None, time.monotonic()
+        self._left(session.name, reason)
+
+    def _answer(
+        self,
+        session: _Session,
+        asked: Head,
+        kind: Kind,
+        parts: list[memoryview],
+        left: Callable[[], None] | None,
+    ) -> None:
+        head = Head(kind, asked.verb, asked.number)
+        with self._lock:
+            request = session.open.pop(asked.number, None)
+            if request is None:
+                raise RuntimeError("a request is answered once")
+            if asked.kind == Kind.ONCE:
+                if sum(len(part) for part in parts) > _MOST_REPLY:
+                    raise ValueError("the reply to a request that counts is kept, and so is small; let it be asked for")
+                parts = [memoryview(bytes(part)) for part in parts]
+                session.answered[asked.number] = head, parts
+            self._give_back(request.parts)
+            link = session.link
+        if link is None:
+            if left is not None:
+                left()
+            return
+        link.send(head, parts, left=left)
