@@ -157,10 +157,11 @@ def _answer_in(module: ModuleType, axis: str) -> type[Answer]:
 
 
 def field_docs(kind: type[Answer]) -> dict[str, str]:
-    """The string under each field, which is its documentation."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    """The string under each field, which is its documentation; those that it inherits, too."""
     docs = {}
+    bases = [base for base in reversed(kind.__mro__) if issubclass(base, Answer)]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in bases]
+    body = [line for tree in trees for line in typing.cast(ast.ClassDef, tree.body[0]).body]
     for field, doc in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):

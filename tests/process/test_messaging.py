@@ -232,6 +232,7 @@ def test_a_server_that_freezes_is_given_up(key: Key) -> None:
         asker = Client(told.recv(), key, "worker 0", patience_s=1.5, retry_s=0.5)
         asker.ask(ECHO).wait(WAIT_S)
         os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         with pytest.raises(PeerLost, match="nothing came for"):
             asker.ask(ECHO).wait(WAIT_S)
         asker.close()
@@ -264,6 +265,63 @@ def test_what_counts_is_served_once_over_broken_links(key: Key) -> None:
         (session,) = server._sessions.values()
         assert len(session.answered) <= 256 and not session.open
         asker.close()
+
+
+def test_more_than_a_window_at_once_is_slowed_and_not_lost(key: Key) -> None:
+    """A server that has not answered yet leaves the rest in the network; its memory is bounded by that."""
+    held: list[Request] = []
+    server = Server(HERE, key, held.append, most_bytes=1 << 20)
+    asker = Client(server.address, key, "worker 0")
+    data = view(bytes(100_000))
+    open_ = [asker.ask(ECHO, [data], once=True) for _ in range(600)]
+    time.sleep(0.5)
+    assert 0 < len(held) <= 256 and sum(len(each.parts[0]) for each in held) <= 5 << 20
+    deadline = time.monotonic() + WAIT_S
+    answered = 0
+    while answered < 600 and time.monotonic() < deadline:
+        for request in held[answered:]:
+            request.reply()
+            answered += 1
+        time.sleep(0.001)
+    for each in open_:
+        each.wait(WAIT_S)
+    asker.close()
+    server.close()
+
+
+def test_a_question_that_waits_is_answered_over_the_next_link(key: Key) -> None:
+    held: list[Request] = []
+    server = Server(HERE, key, held.append)
+    asker = Client(server.address, key, "worker 0", retry_s=5.0)
+    waiting = asker.ask(ECHO, [view(b"when?")])
+    while not held:
+        time.sleep(0.001)
+    link = asker._link
+    assert link is not None
+    link.stream.sock.shutdown(socket.SHUT_RDWR)
+    while asker._link is link or asker._link is None:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert len(held) == 1
+    held[0].reply([view(b"now")])
+    assert waiting.wait(WAIT_S) == [view(b"now")]
+    asker.close()
+    server.close()
+
+
+def test_a_handler_that_fails_refuses_and_the_server_lives(key: Key) -> None:
+    def handle(request: Request) -> None:
+        if request.verb == NEVER:
+            raise KeyError("a mistake of mine")
+        request.reply()
+
+    server = Server(HERE, key, handle)
+    asker = Client(server.address, key, "worker 0")
+    with pytest.raises(Refused, match="the server failed at that"):
+        asker.ask(NEVER).wait(WAIT_S)
+    asker.ask(ECHO).wait(WAIT_S)
+    asker.close()
+    server.close()
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ class Bsp(Synchrony):
     everyone: ClassVar[bool] = True
 
     def may_start(self, me: int, view: View) -> bool:
-        return view.clocks[me] == min(view.clocks)
+        return view.clocks[me] == view.slowest
 
     def quorum(self, view: View) -> int:
-        return len(view.clocks)
+        return view.members
 
     def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
         return grad if staleness == 0 else None

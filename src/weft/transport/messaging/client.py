@@ -73,8 +73,8 @@ class Client:
         *,
         encrypted: bool = False,
         most_bytes: int = 1 << 26,
-        patience_s: float = 5.0,
-        retry_s: float = 3.0,
+        patience_s: float = 3.0,
+        retry_s: float = 1.5,
     ) -> None:
         self.address, self.key, self.most_bytes = address, key, most_bytes
         self.patience_s, self.retry_s = patience_s, retry_s

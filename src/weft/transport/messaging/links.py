@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import selectors
 import socket
 import threading
@@ -15,6 +16,8 @@ from typing import Protocol
 
 from weft.transport.messaging.frames import HEAD_BYTES, FrameError, Head, Kind, unpack, unpack_sizes
 from weft.transport.messaging.streams import Stream
+
+log = logging.getLogger("weft.messaging")
 
 BEAT_S = 1.0
 """A link that has nothing to say says so, this often."""
@@ -39,7 +42,7 @@ class Link:
         self.stream, self.peer, self.identity, self.owner, self.patience_s = stream, peer, identity, owner, patience_s
         self.reads = True
         """Whether frames are wanted now; where not, they wait in the network."""
-        self.gone = False
+        self.gone = self.parting = False
         self.carrier: Carrier | None = None
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, int, list[memoryview], Callable[[], None] | None]] = []
@@ -184,6 +187,11 @@ class Carrier:
             with suppress(BlockingIOError, OSError):
                 self._wake.send(b"\0")
 
+    def part(self, link: Link) -> None:
+        """Break a link, from any thread."""
+        link.parting = True
+        self.wake(link)
+
     def drop(self, link: Link, reason: str) -> None:
         """Break a link; in the carrier's thread."""
         if link not in self._links:
@@ -225,6 +233,8 @@ class Carrier:
                 if link not in self._links:
                     self._links.add(link)
                     self._selector.register(link.stream.sock, selectors.EVENT_READ, link)
+                if link.parting:
+                    self.drop(link, "another link took its place")
                 self._serve(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
             now = time.monotonic()
             if now - checked > BEAT_S / 2:
@@ -258,3 +268,6 @@ class Carrier:
             act()
         except OSError as error:  # FrameError and ssl's errors among them
             self.drop(link, str(error) or type(error).__name__)
+        except Exception as error:  # whatever an owner does wrong: the other links go on
+            log.exception("a link to %s failed", link.peer)
+            self.drop(link, f"{type(error).__name__}: {error}")

@@ -22,9 +22,12 @@ log = logging.getLogger("weft.messaging")
 _STRANGERS = 32
 """So many may be on the doorstep at once; who comes then is sent away unheard."""
 _WINDOW = 256
-"""Requests of one asker that may be open at once."""
+"""Requests of one asker that may be open at once; more are left in the network until some are answered."""
+_REMEMBERED = 1 << 16
+"""Replies of one asker that may be kept; who never settles so many is sent away."""
 _KEPT_S = 120.0
 """How long an asker that went away may come back and find its replies."""
+_GOODBYE = "it said goodbye"
 _MOST_REPLY = 64 * 1024
 """Replies to requests that count are kept, and so are small."""
 
@@ -39,6 +42,11 @@ class _Session:
     open: dict[int, Request] = field(default_factory=dict)
     answered: dict[int, tuple[Head, list[memoryview]]] = field(default_factory=dict)
     left_at: float = 0.0
+
+    def full(self, most_bytes: int) -> bool:
+        """Whether more is open than should be, by number or by bytes."""
+        size = sum(len(part) for request in self.open.values() for part in request.parts)
+        return len(self.open) >= _WINDOW or size > 4 * most_bytes
 
 
 class Request:
@@ -68,7 +76,8 @@ class Request:
 class Server:
     """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
 
-    `joined` and `left` tell of askers that come for the first time, and of those that went, on purpose or not.
+    `joined` and `left` tell of askers that come for the first time, and of those that went: on purpose, or by a link
+    that broke and was not made anew within `grace_s`.
     """
 
     def __init__(
@@ -79,11 +88,13 @@ class Server:
         *,
         encrypted: bool = False,
         most_bytes: int = 1 << 26,
-        patience_s: float = 5.0,
+        patience_s: float = 3.0,
+        grace_s: float = 1.5,
         joined: Callable[[str], None] = lambda name: None,
         left: Callable[[str, str], None] = lambda name, why: None,
     ) -> None:
-        self.key, self.handle, self.most_bytes, self.patience_s = key, handle, most_bytes, patience_s
+        self.key, self.handle, self.most_bytes = key, handle, most_bytes
+        self.patience_s, self.grace_s = patience_s, grace_s
         self._joined, self._left = joined, left
         self._tls: ssl.SSLContext | None = key.context(server=True) if encrypted else None
         self._sessions: dict[bytes, _Session] = {}
@@ -147,7 +158,7 @@ class Server:
                 session = self._sessions[guest.identity] = _Session(guest.name, link)
             old, session.link = session.link, link
         if old is not None and old is not link:
-            old.send(Head(Kind.BYE))
+            self._carrier.part(old)
         if new:
             self._joined(guest.name)
         self._carrier.carry(link)
@@ -181,26 +192,33 @@ class Server:
 
     def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
         if head.kind == Kind.BYE:
-            raise FrameError("it said goodbye")
+            raise FrameError(_GOODBYE)
         if head.kind not in REQUESTS:
             raise FrameError(f"a server is not sent {head.kind.name}")
         with self._lock:
             session = self._sessions.get(link.identity)
             if session is None or session.link is not link:
                 return
-            for number in [number for number in session.answered if number <= head.settled]:
-                del session.answered[number]
-            session.settled = max(session.settled, head.settled)
+            if head.settled > session.settled:
+                session.settled = head.settled
+                for number in [number for number in session.answered if number <= head.settled]:
+                    del session.answered[number]
             known = session.answered.get(head.number)
             if known is not None:
                 link.send(*known)
                 return
             if head.number <= session.settled or head.number in session.open:
                 return  # a replay, or one that came again before it was answered
-            if len(session.open) + len(session.answered) >= _WINDOW:
-                raise FrameError(f"{_WINDOW} requests are open already")
+            if len(session.answered) >= _REMEMBERED:
+                raise FrameError(f"{_REMEMBERED} replies are not settled")
             request = session.open[head.number] = Request(self, session, head, parts)
-        self.handle(request)
+            link.reads = not session.full(self.most_bytes)
+        try:
+            self.handle(request)
+        except Exception:
+            log.exception("a request of %s could not be served", session.name)
+            with suppress(RuntimeError):
+                request.refuse("the server failed at that; its log says how")
 
     def lost(self, link: Link, reason: str) -> None:
         with self._lock:
@@ -208,7 +226,16 @@ class Server:
             if session is None or session.link is not link:
                 return
             session.link, session.left_at = None, time.monotonic()
-        self._left(session.name, reason)
+        if reason == _GOODBYE:
+            self._left(session.name, reason)
+        elif not self._closed:
+            waiting = threading.Timer(self.grace_s, self._gone_for_good, (session, session.left_at, reason))
+            waiting.daemon = True
+            waiting.start()
+
+    def _gone_for_good(self, session: _Session, since: float, reason: str) -> None:
+        if session.link is None and session.left_at == since and not self._closed:
+            self._left(session.name, reason)
 
     def _answer(
         self,
@@ -230,6 +257,9 @@ class Server:
                 session.answered[asked.number] = head, parts
             self._give_back(request.parts)
             link = session.link
+            if link is not None and not link.reads and not session.full(self.most_bytes // 2):
+                link.reads = True
+                self._carrier.wake(link)
         if link is None:
             if left is not None:
                 left()

@@ -1,0 +1,134 @@
+"""A server's share of the model: what has been contributed, when that becomes an update, and who may go on.
+
+It asks the synchrony, and never a clock, a thread or a socket; so tests run it in virtual time. A round is what one
+update is made of. Contributions are weighed by their workers' shares of a batch, as everywhere; a round that is whole
+sums up to the mean in the tree of the logical ranks, bit for bit what `direct` gives, and one that is not is divided by
+the shares that are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+from weft.topology.direct import add_tree
+
+
+class Update(Protocol):
+    """Makes one update of the model with gradients that are in the order of its tensors."""
+
+    def __call__(self, grads: Sequence[Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One worker's gradients of one step, each multiplied by `share`."""
+
+    worker: int
+    share: float
+    grads: Sequence[Tensor]
+
+
+@dataclass
+class Holder:
+    """The tensors of `model`, which `update` changes in place."""
+
+    synchrony: Synchrony
+    model: Sequence[Tensor]
+    workers: int
+    update: Update
+    updated: Callable[[int, int], None] = lambda worker, staleness: None
+    """Told of each contribution that became part of an update, and how many updates late it was."""
+    version: int = 0
+    gone: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.clocks = [0] * self.workers
+        self.reads = [-1] * self.workers
+        self.round: list[Contribution] = []
+        self._read: dict[int, list[Tensor]] = {}
+        self._moved: list[tuple[int, int, float]] = []
+
+    @property
+    def view(self) -> View:
+        """What the synchrony may know."""
+        unseen = [0.0] * self.workers
+        for worker, _, size in self._moved:
+            unseen[worker] += size
+        return View(
+            clocks=tuple(self.clocks),
+            gone=frozenset(self.gone),
+            version=self.version,
+            reads=tuple(self.reads),
+            unseen=tuple(unseen),
+        )
+
+    def may_start(self, worker: int) -> bool:
+        """Whether a worker may read the model and start its next step."""
+        return self.reads[worker] < 0 or self.synchrony.may_start(worker, self.view)
+
+    def read(self, worker: int) -> int:
+        """A worker reads the model as it is now; returns its version."""
+        self.reads[worker] = self.version
+        if self.synchrony.looks_back:
+            self._read[worker] = [tensor.clone() for tensor in self.model]
+        seen = min((self.reads[w] for w in range(self.workers) if w not in self.gone), default=self.version)
+        self._moved = [each for each in self._moved if each[1] > seen]
+        return self.version
+
+    def contribute(self, mine: Contribution) -> bool:
+        """A worker has finished a step; returns whether its gradients were accepted."""
+        worker = mine.worker
+        self.clocks[worker] += 1
+        staleness = self.version - self.reads[worker]
+        fitted = [
+            self.synchrony.correct(grad, now, read, staleness)
+            for grad, now, read in zip(mine.grads, self.model, self._read.get(worker, self.model), strict=True)
+        ]
+        grads = [grad for grad in fitted if grad is not None]
+        if len(grads) < len(fitted):
+            return False
+        self.round.append(Contribution(worker, mine.share, grads))
+        self.updated(worker, staleness)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Make an update of the round, if it has what it needs."""
+        if not self.round or len(self.round) < self.synchrony.quorum(self.view):
+            return
+        rows, self.round = self.round, []
+        before = [tensor.clone() for tensor in self.model] if self.synchrony.bounds_values else []
+        self.update(mean(rows, self.workers))
+        self.version += 1
+        moved = max((float((now - was).abs().max()) for now, was in zip(self.model, before, strict=False)), default=0.0)
+        if self.synchrony.bounds_values:
+            self._moved += [(row.worker, self.version, moved) for row in rows]
+
+    def leave(self, worker: int) -> None:
+        """A worker is gone: nobody waits for it any more."""
+        self.gone.add(worker)
+        self.close()
+
+    def join(self, worker: int) -> None:
+        """A worker is back, or new: it starts where the slowest is."""
+        self.clocks[worker] = max(self.clocks[worker], self.view.slowest)
+        self.gone.discard(worker)
+
+
+def mean(rows: Sequence[Contribution], workers: int) -> list[Tensor]:
+    """The mean of contributions that are weighed already: their sum, where all are there."""
+    ordered = sorted(rows, key=lambda row: row.worker)
+    whole = [row.worker for row in ordered] == list(range(workers))
+    total = 1.0 if whole else sum(row.share for row in ordered)
+    sums = []
+    for each in zip(*(row.grads for row in ordered), strict=True):
+        sums.append(add_tree({(i, i + 1): grad for i, grad in enumerate(each)}, 0, len(each)))
+    if whole:
+        return sums
+    return [torch.zeros_like(grad) if total == 0 else grad / total for grad in sums]

@@ -1,0 +1,235 @@
+"""A parameter server: a share of the model, its optimizer, and answers to workers over messages.
+
+    JOIN    worker                               it takes part from here on
+    PUSH    worker, part; the gradient           one part's gradient of the step under way
+    COMMIT  worker, share; hyper-parameters      the step's gradients are all there; replies whether they were accepted
+    PULL    worker; replies version, all parts   answered once the worker may start its next step
+    LEAVE   worker                               it has all it needs, and nobody waits for it any more
+
+Pushes, commits, joins and leaves count once, however often links break. One thread serves; the messages' own thread
+only hands requests over.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import queue
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.runtime.holder import Contribution, Holder
+from weft.synchrony import Synchrony
+from weft.transport.mesh import raw
+from weft.transport.messaging import Key, Request, Server
+
+
+class Verb(enum.IntEnum):
+    """What workers ask of servers."""
+
+    JOIN = 1
+    PUSH = 2
+    COMMIT = 3
+    PULL = 4
+    LEAVE = 5
+
+
+WHO = struct.Struct("!I")
+PART = struct.Struct("!II")
+COMMIT = struct.Struct("!Id")
+VERSION = struct.Struct("!Q")
+
+Open = Callable[[int, Sequence[memoryview], Tensor], None]
+"""(part, payload, where its gradient goes)"""
+Hyper = list[dict[str, float | list[float]]]
+"""An optimizer's numbers, group by group."""
+
+
+def opened(part: int, payload: Sequence[memoryview], out: Tensor) -> None:
+    """A gradient as it is."""
+    (data,) = payload
+    out.copy_(torch.frombuffer(data, dtype=out.dtype))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that went away."""
+
+    name: str
+    reason: str
+
+
+class ParameterServer:
+    """Serves one share of a model until closed. `parts` are flat tensors that `optimizer` steps, in place."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: Key,
+        *,
+        synchrony: Synchrony,
+        parts: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        workers: int,
+        encrypted: bool = False,
+        open: Open = opened,
+        patience_s: float = 3.0,
+        lost: Callable[[Loss], None] = lambda loss: None,
+    ) -> None:
+        self.parts, self.optimizer, self._open, self._lost = parts, optimizer, open, lost
+        self.holder = Holder(synchrony, parts, workers, self._update, updated=self._updated)
+        self.staleness: list[tuple[int, int]] = []
+        """Of each contribution that became part of an update: its worker, and how many updates late it was."""
+        self._grads = [[torch.zeros_like(part) for part in parts] for _ in range(workers)]
+        self._pushed: list[set[int]] = [set() for _ in range(workers)]
+        self._waiting: dict[int, Request] = {}
+        self._snapshot: tuple[int, list[memoryview]] | None = None
+        self._names: dict[str, int] = {}
+        self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
+        most = max((part.numel() * part.element_size() for part in parts), default=0) + (1 << 20)
+        self._server = Server(
+            address,
+            key,
+            self._inbox.put,
+            encrypted=encrypted,
+            most_bytes=most,
+            patience_s=patience_s,
+            left=lambda name, why: self._inbox.put(Loss(name, why)),
+        )
+        self.address = self._server.address
+        self._thread = threading.Thread(target=self._serve, name="weft-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._inbox.put(None)
+        self._thread.join(timeout=5)
+        self._server.close()
+
+    # --- in the serving thread --------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (request := self._inbox.get()) is not None:
+            if isinstance(request, Loss):
+                self._leave(request)
+                continue
+            try:
+                self._do(request)
+            except (struct.error, ValueError, KeyError, IndexError, RuntimeError) as error:
+                request.refuse(f"that cannot be served: {error}")
+
+    def _do(self, request: Request) -> None:
+        match request.verb:
+            case Verb.PUSH:
+                worker, part = PART.unpack(request.parts[0])
+                self._back(worker)
+                self._open(part, request.parts[1:], self._grads[worker][part])
+                self._pushed[worker].add(part)
+                request.reply()
+            case Verb.COMMIT:
+                worker, share = COMMIT.unpack(request.parts[0])
+                self._back(worker)
+                accepted = self._commit(worker, share, json.loads(bytes(request.parts[1])))
+                request.reply([memoryview(bytes([accepted]))])
+                self._answer_pulls()
+            case Verb.PULL:
+                (worker,) = WHO.unpack(request.parts[0])
+                self._back(worker)
+                self._give_up_waiting(worker)
+                self._waiting[worker] = request
+                self._answer_pulls()
+            case Verb.JOIN:
+                (worker,) = WHO.unpack(request.parts[0])
+                self._names[request.sender] = worker
+                self._pushed[worker] = set()
+                self.holder.join(worker)
+                self.holder.reads[worker] = -1
+                request.reply([memoryview(VERSION.pack(self.holder.clocks[worker]))])
+            case Verb.LEAVE:
+                (worker,) = WHO.unpack(request.parts[0])
+                self.holder.leave(worker)
+                self._names.pop(request.sender, None)
+                request.reply()
+                self._answer_pulls()
+            case _:
+                request.refuse(f"a parameter server knows no request {request.verb}")
+
+    def _back(self, worker: int) -> None:
+        if not 0 <= worker < self.holder.workers:
+            raise ValueError(f"there is no worker {worker}")
+        if worker in self.holder.gone:
+            self.holder.join(worker)
+
+    def _commit(self, worker: int, share: float, hyper: Hyper) -> bool:
+        missing = len(self.parts) - len(self._pushed[worker])
+        if missing:
+            raise ValueError(f"worker {worker} has not pushed {missing} of {len(self.parts)} parts")
+        self._pushed[worker] = set()
+        for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
+            known = {name: value for name, value in values.items() if name in group}
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        grads = [grad.clone() for grad in self._grads[worker]]
+        return self.holder.contribute(Contribution(worker, share, grads))
+
+    def _update(self, grads: Sequence[Tensor]) -> None:
+        for part, grad in zip(self.parts, grads, strict=True):
+            part.grad = grad
+        self.optimizer.step()
+
+    def _updated(self, worker: int, staleness: int) -> None:
+        self.staleness.append((worker, staleness))
+
+    def _answer_pulls(self) -> None:
+        """Whoever may go on gets the model; all of one version get the same copy of it."""
+        for worker in [worker for worker in self._waiting if self.holder.may_start(worker)]:
+            request = self._waiting.pop(worker)
+            version = self.holder.read(worker)
+            if self._snapshot is None or self._snapshot[0] != version:
+                self._snapshot = version, [raw(part.detach().clone()) for part in self.parts]
+            request.reply([memoryview(VERSION.pack(version)), *self._snapshot[1]])
+
+    def _give_up_waiting(self, worker: int) -> None:
+        """Whoever asks again is answered anew."""
+        if worker in self._waiting:
+            self._waiting.pop(worker).refuse("it was asked for anew, or its worker went away")
+
+    def _leave(self, loss: Loss) -> None:
+        """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
+        worker = self._names.get(loss.name)
+        if worker is None:
+            return
+        self._give_up_waiting(worker)
+        if not self.holder.synchrony.everyone:  # else the run stops, and nothing is made of what is there
+            self.holder.leave(worker)
+        self._lost(loss)
+        self._answer_pulls()
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, parts: Mapping[Tensor, Sequence[Tensor]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind, with the same options, for parts of the parameters: which parts of which."""
+    groups = []
+    for group in optimizer.param_groups:
+        own = [part for param in group["params"] for part in parts.get(param, ())]
+        groups.append({name: value for name, value in group.items() if name != "params"} | {"params": own})
+    return type(optimizer)(groups, **optimizer.defaults)
+
+
+def hyper(optimizer: torch.optim.Optimizer) -> Hyper:
+    """The numbers of each group, which a schedule may change from step to step."""
+    found: Hyper = []
+    for group in optimizer.param_groups:
+        numbers: dict[str, float | list[float]] = {}
+        for name, value in group.items():
+            if isinstance(value, tuple) and all(isinstance(each, float) for each in value):
+                numbers[name] = list(value)  # AdamW's betas
+            elif isinstance(value, float):
+                numbers[name] = value
+        found.append(numbers)
+    return found

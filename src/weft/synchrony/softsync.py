@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Softsync(Synchrony):
+    """Nobody waits, and of m workers every m / n contributions make one update [Zhang et al. 2016].
+
+    Updates are n steps late on average: n = 1 averages as many as there are workers, n = m is asynchronous.
+    """
+
+    everyone: ClassVar[bool] = False
+
+    n: int = 1
+    """Updates in the time in which every worker contributes once."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}, but must be at least 1")
+
+    def may_start(self, me: int, view: View) -> bool:
+        return True
+
+    def quorum(self, view: View) -> int:
+        return max(1, view.members // self.n)
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        return grad

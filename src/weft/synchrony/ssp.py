@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ssp(Synchrony):
+    """Stale synchronous: nobody is more than `slack` steps ahead of the slowest [Ho et al. 2013].
+
+    Contributions are applied as they come. With no slack a step takes everyone, and is one update: that is bsp; with
+    slack without end it is asp.
+    """
+
+    everyone: ClassVar[bool] = False
+
+    slack: float = 3
+    """s: steps that a worker may be ahead; inf: any number."""
+
+    def __post_init__(self) -> None:
+        if not self.slack >= 0 or (math.isfinite(self.slack) and self.slack != int(self.slack)):
+            raise ValueError(f"slack is {self.slack}, but must be a whole number, or inf")
+
+    def may_start(self, me: int, view: View) -> bool:
+        return view.clocks[me] - view.slowest <= self.slack
+
+    def quorum(self, view: View) -> int:
+        return 1 if self.slack else view.members
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        return grad

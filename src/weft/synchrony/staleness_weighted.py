@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from weft.synchrony import Wrapper
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StalenessWeighted(Wrapper):
+    """A gradient that is s updates late counts 1 / (s + 1) [DynSGD: Jiang et al. 2017]."""
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        made_fit = self.inner.correct(grad, now, read, staleness)
+        return made_fit if made_fit is None or not staleness else made_fit / (staleness + 1)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from weft.synchrony import Synchrony, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ValueBound(Synchrony):
+    """Nobody's updates that others have not read yet may move a value by more than `delta` [Wei et al. 2015].
+
+    Large updates at the beginning make workers wait, small ones later do not.
+    """
+
+    everyone: ClassVar[bool] = False
+    bounds_values: ClassVar[bool] = True
+
+    delta: float = 0.1
+    """The most by which what a worker has changed, and not everyone has read, may have moved a value."""
+
+    def __post_init__(self) -> None:
+        if not self.delta > 0:
+            raise ValueError(f"delta is {self.delta}, but must be positive")
+
+    def may_start(self, me: int, view: View) -> bool:
+        return view.unseen[me] <= self.delta or view.clocks[me] == view.slowest
+
+    def quorum(self, view: View) -> int:
+        return 1
+
+    def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
+        return grad
