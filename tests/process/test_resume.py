@@ -264,8 +264,11 @@ def test_a_disk_that_fills_spares_the_old_checkpoint(scratch: Path) -> None:
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        filler = "import pathlib; run.step == 25 and pathlib.Path('disk/filler').write_bytes(bytes(2**22))"
-        guarded = f"\n    try:\n        {filler}\n    except OSError:\n        pass"
+        lines = ["import pathlib", "saved = pathlib.Path('disk/run/checkpoints/step-00000020')"]
+        lines += ["while run.step == 25 and not saved.exists(): time.sleep(0.01)"]
+        lines += ["run.step == 25 and pathlib.Path('disk/filler').write_bytes(bytes(2**22))"]
+        body = "".join(f"\n        {line}" for line in lines)
+        guarded = f"\n    try:{body}\n    except OSError:\n        pass"
         script(scratch, guarded)
         done = command("train", "job.py", "-n", 2, "--out", "disk/run", "--save-every", 10, cwd=scratch)
         assert done.returncode != 0 and "No space left on device" in done.stdout + done.stderr

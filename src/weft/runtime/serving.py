@@ -17,6 +17,7 @@ import json
 import queue
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,8 +84,8 @@ class ParameterServer:
     ) -> None:
         self.parts, self.optimizer, self._open, self._lost = parts, optimizer, open, lost
         self.holder = Holder(synchrony, parts, workers, self._update, updated=self._updated)
-        self.staleness: list[tuple[int, int]] = []
-        """Of each contribution that became part of an update: its worker, and how many updates late it was."""
+        self.staleness: Counter[tuple[int, int]] = Counter()
+        """How many contributions of each worker became part of an update so many updates late."""
         self._grads = [[torch.zeros_like(part) for part in parts] for _ in range(workers)]
         self._pushed: list[set[int]] = [set() for _ in range(workers)]
         self._waiting: dict[int, Request] = {}
@@ -182,7 +183,7 @@ class ParameterServer:
         self.optimizer.step()
 
     def _updated(self, worker: int, staleness: int) -> None:
-        self.staleness.append((worker, staleness))
+        self.staleness[worker, staleness] += 1
 
     def _answer_pulls(self) -> None:
         """Whoever may go on gets the model; all of one version get the same copy of it."""
