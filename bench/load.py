@@ -9,6 +9,7 @@ the first quarter and the end.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.compression.dense import Dense
+from weft.ops import Spec
 from weft.runtime.asking import Servers
 from weft.runtime.serving import ParameterServer
 from weft.synchrony.asp import Asp
@@ -36,6 +39,8 @@ def serve(tell: Any, file: Path, workers: int, values: int, encrypted: bool) -> 
         ("127.0.0.1", 0),
         Key.read(file),
         synchrony=Asp(),
+        compression=Dense(),
+        specs=[Spec("part", (values,))],
         parts=[part],
         optimizer=torch.optim.SGD([part], lr=0.1),
         workers=workers,
@@ -63,16 +68,17 @@ def load(
     def client(rank: int) -> None:
         try:
             links = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
-            asking = Servers(rank, links, ranges)
+            specs = {part.name: Spec(part.name, (values,)) for row in ranges for part in row}
+            asking = Servers(rank, links, ranges, specs, Dense())
             model = {part.name: torch.zeros(values) for row in ranges for part in row}
             grads = {name: torch.ones(values) for name in model}
             asking.join(60)
             until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            for step in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
                 began = time.perf_counter()
                 asking.pull(model).wait(60)
                 took.append(time.perf_counter() - began)
-                asking.push(grads)
+                asking.push(grads, step)
                 asking.commit(1.0, [{}], 60)
             asking.leave(60)
         except Exception as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import random
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +19,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.axis import catalogue, parse_raw
+from weft.compression import Compressor, Context, Piece, State
 from weft.errors import PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
-from weft.runtime.serving import Loss, ParameterServer, hyper, shard_optimizer
-from weft.topology._shards import shards
-from weft.transport.messaging import Client, Key
+from weft.runtime.pushing import said
+from weft.runtime.serving import Loss, ParameterServer, Verb, hyper, shard_optimizer
+from weft.strategy import Strategy
+from weft.topology._shards import Range, shards
+from weft.transport.mesh import raw
+from weft.transport.messaging import Client, Key, Refused
+from weft.transport.messaging.frames import Head, Kind
 
 WAIT_S = 30.0
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -49,11 +57,17 @@ def specs(model: nn.Module) -> list[Spec]:
     return [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
 
 
+def named_specs(model: nn.Module) -> dict[str, Spec]:
+    return {spec.name: spec for spec in specs(model)}
+
+
 def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
 
-def serve(tell: Any, file: Path, how: str, kind: str, workers: int, servers: int, index: int, encrypted: bool) -> None:
+def serve(
+    tell: Any, file: Path, how: Strategy, kind: str, workers: int, servers: int, index: int, encrypted: bool
+) -> None:
     """One server process; told "end" it says what it has seen."""
     torch.set_num_threads(1)
     model = build()
@@ -63,12 +77,13 @@ def serve(tell: Any, file: Path, how: str, kind: str, workers: int, servers: int
     for part in shards(specs(model), servers)[index]:
         parts.append(nn.Parameter(flat[part.name][part.start : part.stop].clone()))
         of.setdefault(named[part.name], []).append(parts[-1])
-    raw = parse_raw(how)
     losses: list[Loss] = []
     server = ParameterServer(
         ("127.0.0.1", 0),
         Key.read(file),
-        synchrony=raw.build(catalogue("synchrony")[raw.name]),
+        synchrony=how.synchrony,
+        compression=how.compression,
+        specs=[part.spec(named_specs(model)[part.name]) for part in shards(specs(model), servers)[index]],
         parts=parts,
         optimizer=shard_optimizer(OPTIMIZERS[kind](model.parameters()), of),
         workers=workers,
@@ -85,6 +100,7 @@ def work(
     tell: Any,
     file: Path,
     addresses: Sequence[Any],
+    how: Strategy,
     kind: str,
     workers: int,
     rank: int,
@@ -99,7 +115,7 @@ def work(
     scheduler = schedule(optimizer)
     key = Key.read(file)
     clients = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
-    asking = Servers(rank, clients, shards(specs(model), len(addresses)))
+    asking = Servers(rank, clients, shards(specs(model), len(addresses)), named_specs(model), how.compression)
     flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
     try:
         step = asking.join(WAIT_S)
@@ -112,7 +128,7 @@ def work(
             x, y = batch(rank, step)
             (nn.functional.mse_loss(model(x), y) / workers).backward()
             grads = {name: p.grad.reshape(-1) for name, p in model.named_parameters() if p.grad is not None}
-            asking.push(grads)
+            asking.push(grads, step)
             asking.commit(1 / workers, hyper(optimizer), WAIT_S)
             optimizer.zero_grad()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
@@ -127,7 +143,8 @@ def work(
 class Cluster:
     """Servers and workers, each a process, and what they tell."""
 
-    def __init__(self, file: Path, how: str, kind: str, workers: int, servers: int, encrypted: bool) -> None:
+    def __init__(self, file: Path, text: str, kind: str, workers: int, servers: int, encrypted: bool) -> None:
+        self.how = how = Strategy.parse(text)
         self.file, self.kind, self.workers, self.encrypted = file, kind, workers, encrypted
         self.servers = [
             self._start(serve, file, how, kind, workers, servers, index, encrypted) for index in range(servers)
@@ -145,7 +162,7 @@ class Cluster:
 
     def work(self, rank: int, steps: int, pace_s: float = 0.0) -> None:
         self.running[rank] = self._start(
-            work, self.file, self.addresses, self.kind, self.workers, rank, steps, self.encrypted, pace_s
+            work, self.file, self.addresses, self.how, self.kind, self.workers, rank, steps, self.encrypted, pace_s
         )
 
     def until(self, step: int) -> None:
@@ -225,12 +242,56 @@ def test_synchronous_servers_learn_what_one_process_learns(
             group.work(rank, 10)
         models = [group.told(rank)[-1] for rank in range(3)]
         expected = alone(kind, 3, 10)
-        for said, _, model in models:
-            assert said == "model"
+        for word, _, model in models:
+            assert word == "model"
             for name, values in expected.items():
                 assert model[name] == pytest.approx(values, rel=0, abs=1e-10)
         assert models[0][2] == models[1][2] == models[2][2]
         assert all(version == 10 and {late for _, late in stale} == {0} for _, stale, version in group.seen())
+
+
+@pytest.mark.parametrize(
+    "compression", ["int8", "qsgd(levels=4, bucket=8)", "error_feedback(onebit)", "error_feedback(topk(ratio=0.2))"]
+)
+def test_compressed_pushes_are_what_their_compressor_says(tmp_path: Path, compression: str) -> None:
+    with cluster(tmp_path, f"bsp / {compression}", kind="adam") as group:
+        for rank in range(3):
+            group.work(rank, 10)
+        models = [group.told(rank)[-1] for rank in range(3)]
+    expected = alone_compressed(group.how.compression, "adam", 3, 10, servers=2)
+    for word, _, model in models:
+        assert word == "model"
+        for name, values in expected.items():
+            assert model[name] == pytest.approx(values, rel=0, abs=1e-10)
+
+
+def alone_compressed(
+    compression: Compressor, kind: str, workers: int, steps: int, servers: int
+) -> dict[str, list[float]]:
+    """Every worker's words, range by range, heard and added up in one process."""
+    model = build()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scheduler = schedule(optimizer)
+    ranges = [part for each in shards(specs(model), servers) for part in each]
+    states: list[State] = [{} for _ in range(workers)]
+    for step in range(steps):
+        total = {name: torch.zeros_like(p).reshape(-1) for name, p in model.named_parameters()}
+        for rank in range(workers):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(model(x), y) / workers).backward()
+            for part in ranges:
+                grad = dict(model.named_parameters())[part.name].grad
+                assert grad is not None
+                mine, spec = grad.reshape(-1)[part.start : part.stop], part.spec(named_specs(model)[part.name])
+                ctx, mean = Context(step=step, rank=rank, workers=1), torch.empty_like(mine)
+                said(compression, Piece(spec, mine.clone(), mean), states[rank], ctx)
+                total[part.name][part.start : part.stop] += mean
+        for name, p in model.named_parameters():
+            p.grad = total[name].view(p.shape)
+        optimizer.step()
+        scheduler.step()
+    return {name: p.reshape(-1).tolist() for name, p in model.named_parameters()}
 
 
 def test_the_slack_holds_though_a_worker_is_stopped(tmp_path: Path) -> None:
@@ -297,3 +358,89 @@ def test_a_worker_killed_under_bsp_is_named_and_nobody_goes_on_without_it(tmp_pa
         assert pipe.recv()[1] == "worker 1"
         version = group.seen()[0][2]
         assert version < 1000
+
+
+# --- strangers and liars --------------------------------------------------------------------------------------------
+
+FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "100000"))
+
+
+def fingerprint(parts: Sequence[Tensor]) -> str:
+    return hashlib.sha256(b"".join(bytes(raw(part.detach())) for part in parts)).hexdigest()
+
+
+def lonely(key: Key) -> ParameterServer:
+    """A server in this process."""
+    torch.manual_seed(3)
+    parts = [nn.Parameter(torch.randn(100)), nn.Parameter(torch.randn(7))]
+    return ParameterServer(
+        ("127.0.0.1", 0),
+        key,
+        synchrony=Strategy.parse("asp").synchrony,
+        compression=Strategy.parse("int8").compression,
+        specs=[Spec("a", (100,)), Spec("b", (7,))],
+        parts=parts,
+        optimizer=torch.optim.SGD(parts, lr=0.1),
+        workers=4,
+    )
+
+
+def test_garbage_without_the_key_changes_no_model() -> None:
+    rng, key = random.Random(5), Key.fresh()
+    server = lonely(key)
+    before, memory = fingerprint(server.parts), peak_bytes()
+    for _ in range(FRAMES // 500):
+        frames = []
+        for _ in range(500):
+            head = Head(Kind.ONCE, rng.randrange(7), rng.randrange(1, 999), 0)
+            body = rng.randbytes(rng.randrange(40))
+            frames.append(head.pack([len(body)]) + body[: rng.randrange(1, 41)])
+        with suppress(OSError), socket.create_connection(server.address, timeout=WAIT_S) as sock:
+            sock.sendall(b"".join(frames))
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+    assert fingerprint(server.parts) == before
+    assert peak_bytes() - memory < 64 << 20
+    _still_trains(server, key)
+    server.close()
+
+
+def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
+    rng, key = random.Random(6), Key.fresh()
+    server = lonely(key)
+    liar = Client(server.address, key, "liar")
+    memory, open_ = peak_bytes(), []
+    for _ in range(FRAMES // 5):
+        verb = rng.randrange(8)
+        sizes = [rng.choice([0, 1, 4, 8, 12, 16, 20, 40]) for _ in range(rng.randrange(4))]
+        parts = [
+            memoryview(bytes(3) + bytes([rng.randrange(6)]) + rng.randbytes(size))[: max(size, 4)] for size in sizes
+        ]
+        open_.append(liar.ask(verb, parts, once=rng.random() < 0.5))
+        if len(open_) > 50:
+            with suppress(Refused, TimeoutError):
+                open_.pop(0).wait(0.0 if verb == Verb.PULL else 0.05)
+    assert peak_bytes() - memory < 64 << 20
+    liar.close()
+    _still_trains(server, key)
+    server.close()
+
+
+def _still_trains(server: ParameterServer, key: Key) -> None:
+    ranges = [[Range("a", 0, 100), Range("b", 0, 7)]]
+    specs = {spec.name: spec for spec in server.specs}
+    honest = Servers(0, [Client(server.address, key, "honest")], ranges, specs, server.compression)
+    honest.join(WAIT_S)
+    model = {"a": torch.empty(100), "b": torch.empty(7)}
+    honest.pull(model).wait(WAIT_S)
+    before = {name: each.clone() for name, each in model.items()}
+    honest.push({"a": torch.ones(100), "b": torch.ones(7)}, 0)
+    assert honest.commit(1.0, hyper(server.optimizer), WAIT_S) == [True]
+    honest.pull(model).wait(WAIT_S)
+    assert all((before[name] - model[name]).min() > 0.05 for name in model)
+    honest.leave(WAIT_S)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

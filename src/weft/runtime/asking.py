@@ -6,8 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from weft.compression import Compressor, Context, Piece, State
+from weft.ops import Spec
+from weft.runtime.pushing import said
 from weft.runtime.serving import COMMIT, PART, VERSION, WHO, Hyper, Verb
 from weft.topology._shards import Range
 from weft.transport.mesh import raw
@@ -31,8 +35,19 @@ class Pulled:
 class Servers:
     """All servers of a run, asked by one worker. `ranges` says, server by server, what it keeps."""
 
-    def __init__(self, worker: int, clients: Sequence[Client], ranges: Sequence[Sequence[Range]]) -> None:
-        self.worker, self.clients, self.ranges = worker, clients, ranges
+    def __init__(
+        self,
+        worker: int,
+        clients: Sequence[Client],
+        ranges: Sequence[Sequence[Range]],
+        specs: Mapping[str, Spec],
+        compression: Compressor,
+        seed: int = 0,
+    ) -> None:
+        self.worker, self.clients, self.ranges, self.specs = worker, clients, ranges, specs
+        self.compression, self.seed = compression, seed
+        self.state: State = {}
+        """What the compressor remembers, by range."""
         self._who = memoryview(WHO.pack(worker))
         self._on_their_way: list[Pending] = []
 
@@ -41,14 +56,22 @@ class Servers:
         asked = [client.ask(Verb.JOIN, [self._who], once=True) for client in self.clients]
         return max(int(VERSION.unpack(each.wait(timeout_s)[0])[0]) for each in asked)
 
-    def push(self, grads: Mapping[str, Tensor]) -> None:
+    def push(self, grads: Mapping[str, Tensor], step: int) -> None:
         """Send gradients, flat and already multiplied by this worker's share; they must not change until `commit`."""
         for client, ranges in zip(self.clients, self.ranges, strict=True):
             for number, part in enumerate(ranges):
                 if part.name in grads:
-                    head = memoryview(PART.pack(self.worker, number))
-                    data = raw(grads[part.name][part.start : part.stop])
-                    self._on_their_way.append(client.ask(Verb.PUSH, [head, data], once=True))
+                    head = memoryview(PART.pack(self.worker, number, step))
+                    words = self._words(part, grads[part.name][part.start : part.stop], step)
+                    self._on_their_way.append(client.ask(Verb.PUSH, [head, *map(raw, words)], once=True))
+
+    def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
+        """What goes to the server: the gradient itself, or what a compressor says about it."""
+        if self.compression.lossless:
+            return [grad]
+        ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
+        piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad))
+        return said(self.compression, piece, self.state, ctx)
 
     def commit(self, share: float, hyper: Hyper, timeout_s: float) -> list[bool]:
         """The step's gradients are all there. Returns, server by server, whether they were accepted."""

@@ -1,7 +1,7 @@
 """A parameter server: a share of the model, its optimizer, and answers to workers over messages.
 
     JOIN    worker                               it takes part from here on
-    PUSH    worker, part; the gradient           one part's gradient of the step under way
+    PUSH    worker, part, step; what it said     one part's gradient of the step under way, compressed
     COMMIT  worker, share; hyper-parameters      the step's gradients are all there; replies whether they were accepted
     PULL    worker; replies version, all parts   answered once the worker may start its next step
     LEAVE   worker                               it has all it needs, and nobody waits for it any more
@@ -24,7 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.compression import Compressor, Context, Piece
+from weft.ops import Spec
 from weft.runtime.holder import Contribution, Holder
+from weft.runtime.pushing import heard
 from weft.synchrony import Synchrony
 from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Request, Server
@@ -41,20 +44,12 @@ class Verb(enum.IntEnum):
 
 
 WHO = struct.Struct("!I")
-PART = struct.Struct("!II")
+PART = struct.Struct("!IIQ")
 COMMIT = struct.Struct("!Id")
 VERSION = struct.Struct("!Q")
 
-Open = Callable[[int, Sequence[memoryview], Tensor], None]
-"""(part, payload, where its gradient goes)"""
 Hyper = list[dict[str, float | list[float]]]
 """An optimizer's numbers, group by group."""
-
-
-def opened(part: int, payload: Sequence[memoryview], out: Tensor) -> None:
-    """A gradient as it is."""
-    (data,) = payload
-    out.copy_(torch.frombuffer(data, dtype=out.dtype))
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,10 @@ class Loss:
 
 
 class ParameterServer:
-    """Serves one share of a model until closed. `parts` are flat tensors that `optimizer` steps, in place."""
+    """Serves one share of a model until closed.
+
+    `parts` are flat tensors that `optimizer` steps, in place; `specs` say what each is to a compressor.
+    """
 
     def __init__(
         self,
@@ -74,15 +72,18 @@ class ParameterServer:
         key: Key,
         *,
         synchrony: Synchrony,
+        compression: Compressor,
+        specs: Sequence[Spec],
         parts: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         workers: int,
+        seed: int = 0,
         encrypted: bool = False,
-        open: Open = opened,
         patience_s: float = 3.0,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
-        self.parts, self.optimizer, self._open, self._lost = parts, optimizer, open, lost
+        self.compression, self.specs, self.seed = compression, specs, seed
+        self.parts, self.optimizer, self._lost = parts, optimizer, lost
         self.holder = Holder(synchrony, parts, workers, self._update, updated=self._updated)
         self.staleness: Counter[tuple[int, int]] = Counter()
         """How many contributions of each worker became part of an update so many updates late."""
@@ -127,10 +128,9 @@ class ParameterServer:
     def _do(self, request: Request) -> None:
         match request.verb:
             case Verb.PUSH:
-                worker, part = PART.unpack(request.parts[0])
+                worker, part, step = PART.unpack(request.parts[0])
                 self._back(worker)
-                self._open(part, request.parts[1:], self._grads[worker][part])
-                self._pushed[worker].add(part)
+                self._hear(worker, part, step, request.parts[1:])
                 request.reply()
             case Verb.COMMIT:
                 worker, share = COMMIT.unpack(request.parts[0])
@@ -165,6 +165,16 @@ class ParameterServer:
             raise ValueError(f"there is no worker {worker}")
         if worker in self.holder.gone:
             self.holder.join(worker)
+
+    def _hear(self, worker: int, part: int, step: int, words: Sequence[memoryview]) -> None:
+        out = self._grads[worker][part]
+        if self.compression.lossless:
+            (data,) = words
+            out.copy_(torch.frombuffer(data, dtype=out.dtype))
+        else:
+            piece = Piece(self.specs[part], torch.zeros_like(out), out)
+            heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
+        self._pushed[worker].add(part)
 
     def _commit(self, worker: int, share: float, hyper: Hyper) -> bool:
         missing = len(self.parts) - len(self._pushed[worker])

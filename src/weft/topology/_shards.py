@@ -21,6 +21,12 @@ class Range:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def spec(self, of: Spec) -> Spec:
+        """The range as a parameter of its own; with its shape, where it is whole."""
+        if self.numel == of.numel:
+            return of
+        return Spec(f"{self.name}[{self.start}:{self.stop}]", (self.numel,), of.dtype)
+
 
 def shards(specs: Sequence[Spec], servers: int, *, whole: bool = False) -> list[list[Range]]:
     """For each server its ranges. The parameters, one behind the other, are cut into equal parts by bytes.
