@@ -130,8 +130,10 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             str(synchrony),
             str(topology),
             why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
-            instead=f"'bsp / {topology}'; asynchronous workers need a server or gossip, which are not built yet",
+            instead=f"'bsp / {topology}', or '{synchrony} / parameter_server'",
         )
+    if topology.beside(1):
+        yield from _with_servers(strategy)
     for outer, inner in nested(compression):
         if outer.keeps_account and any(layer.keeps_account for layer in wrapped(inner)):
             yield Conflict(
@@ -161,6 +163,32 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
                 instead=f"'{inner}' alone, or error_feedback(topk), or error_feedback(sign(scaled=true))",
             )
+
+
+def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
+    """What servers cannot do, or cannot do yet."""
+    topology, compression, schedule = strategy.topology, strategy.compression, strategy.schedule
+    if str(schedule) not in (DEFAULTS["schedule"], "wfbp"):
+        yield Conflict(
+            str(schedule),
+            str(topology),
+            why="gradients leave for servers as backward finishes them, and no other order is built yet",
+            instead=f"'{strategy.synchrony} / {topology}'",
+        )
+    if compression.claims:
+        yield Conflict(
+            str(compression),
+            str(topology),
+            why=f"{compression.name} takes the {compression.claims[0]} over from an optimizer that the servers step",
+            instead="error_feedback(topk)",
+        )
+    if any(layer.factors for layer in wrapped(compression)):
+        yield Conflict(
+            str(compression),
+            str(topology),
+            why="servers hear one gradient at a time, and its factors are not built for that yet",
+            instead="dense",
+        )
 
 
 def wrapped(compression: Compressor) -> Iterator[Compressor]:

@@ -309,6 +309,14 @@ def test_a_question_that_waits_is_answered_over_the_next_link(key: Key) -> None:
     server.close()
 
 
+def test_a_reply_that_does_not_fit_ends_in_one_sentence(key: Key) -> None:
+    with serving(Ledger(), key) as server:
+        asker = Client(server.address, key, "worker 0")
+        with pytest.raises(PeerLost, match="a reply has 5 bytes where there is room for 3"):
+            asker.ask(ECHO, [view(b"12345")], into=[memoryview(bytearray(3))]).wait(WAIT_S)
+        asker.close()
+
+
 def test_a_handler_that_fails_refuses_and_the_server_lives(key: Key) -> None:
     def handle(request: Request) -> None:
         if request.verb == NEVER:

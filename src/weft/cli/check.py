@@ -31,16 +31,25 @@ def check(
         {"question": QUESTIONS[axis], "axis": axis, "answer": str(answer), "meaning": answer.summary}
         for axis, answer in value.answers()
     ]
-    emit({"strategy": str(value), "exact": value.topology.exact, "kind": kind(value), "rows": rows}, json)
+    emit({"strategy": str(value), "exact": exact(value), "kind": kind(value), "rows": rows}, json)
     out = console(json)
     out.print(f"{value}\n")
     table(out, ["question", "answer", "meaning"], [[r["question"], r["answer"], r["meaning"]] for r in rows])
     out.print(f"\n{kind(value)}")
 
 
+def exact(strategy: Strategy) -> bool:
+    """Whether results have the same bits however the run is laid out."""
+    return strategy.topology.exact and strategy.synchrony.everyone
+
+
 def kind(strategy: Strategy) -> str:
     """How far results can be relied on to repeat."""
-    if strategy.topology.exact:
+    if not strategy.synchrony.everyone:
+        return (
+            "Workers do not wait for each other: what is learned depends on who comes when, and no run repeats another."
+        )
+    if exact(strategy):
         return "Results are the same bits on any number of processes, with any buckets and any schedule."
     return (
         "Replicas agree and a run repeats exactly on the same layout; another number of processes or other buckets "

@@ -107,7 +107,9 @@ def train(
     path = find_job(asked.job)
     source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
     folder = _folder(out, path, known.check(), node_rank) if asked.out is None or out is not None else asked.out
-    spec = replace(asked, out=folder).checked()
+    spec = replace(asked, out=folder, servers=known.topology.beside(asked.workers)).checked()
+    if spec.servers and hosts is not None:
+        raise UserError("parameter servers have no emulated hosts yet; leave out --hosts, or use another topology")
     workers = spec.workers
     fresh = not folder.exists()
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))

@@ -77,6 +77,13 @@ class BetweenSteps:
         self._job: dict[str, Any] = {}
         self._known = False
 
+    def forgo(self, why: str) -> None:
+        """Save nothing in this run, and resume nothing; who asked for it is told."""
+        if self.resume is not None or (self.asked_for is not None and self.asked_for.every):
+            raise UserError(f"{why}; say --save-every 0, and start anew")
+        log.warning("%s", why)
+        self.policy = Policy(every=0)
+
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> Known | None:

@@ -32,6 +32,7 @@ from weft.runtime.between import LEFT
 from weft.runtime.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
+from weft.transport.messaging import Key
 
 _GRACE_S = 2.0
 
@@ -53,6 +54,8 @@ class Launch:
     workers: int = 1
     processes: int | None = None
     """How many processes carry the workers, in all; None: one each."""
+    servers: int = 0
+    """Processes beside them that keep the model, where the strategy has such."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
@@ -91,6 +94,11 @@ class Launch:
             raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
         if self.network not in ("trusted", "untrusted"):
             raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
+        if self.servers and (self.nodes > 1 or count < self.workers):
+            raise UserError(
+                "parameter servers run on one machine so far, with a process for each worker; leave out --nodes and "
+                "--processes"
+            )
         host = self.rendezvous.rpartition(":")[0]
         if self.nodes > 1 and host and self.network != "trusted":
             check_network(host)
@@ -198,8 +206,9 @@ def _ended() -> Iterator[list[_Child]]:
 def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
     count = spec.processes if spec.processes is not None else spec.workers
     here = count // spec.nodes
-    threads = max(1, (os.cpu_count() or 1) // here)
-    for local in range(here):
+    threads = max(1, (os.cpu_count() or 1) // (here + spec.servers))
+    key_file = Key.make(folder / "key").file if spec.servers else None
+    for local in range(here + spec.servers):
         rank = spec.node_rank * here + local
         env = os.environ | meeting
         env |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
@@ -220,6 +229,8 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
             "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
             "WEFT_PROGRESS_FD": progress if rank == 0 else None,
+            "WEFT_SERVER": local - here if local >= here else None,
+            "WEFT_KEY_FILE": key_file,
         }
         for key, value in said.items():
             env.pop(key, None)

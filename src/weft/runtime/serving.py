@@ -3,7 +3,7 @@
     JOIN    worker                               it takes part from here on
     PUSH    worker, part, step; what it said     one part's gradient of the step under way, compressed
     COMMIT  worker, share; hyper-parameters      the step's gradients are all there; replies whether they were accepted
-    PULL    worker; replies version, all parts   answered once the worker may start its next step
+    PULL    worker; replies version, model       answered once the worker may start its next step
     LEAVE   worker                               it has all it needs, and nobody waits for it any more
 
 Pushes, commits, joins and leaves count once, however often links break. One thread serves; the messages' own thread
@@ -13,6 +13,7 @@ only hands requests over.
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 import queue
 import struct
@@ -90,8 +91,11 @@ class ParameterServer:
         self._grads = [[torch.zeros_like(part) for part in parts] for _ in range(workers)]
         self._pushed: list[set[int]] = [set() for _ in range(workers)]
         self._waiting: dict[int, Request] = {}
-        self._snapshot: tuple[int, list[memoryview]] | None = None
+        self._snapshot: tuple[int, memoryview] | None = None
         self._names: dict[str, int] = {}
+        self._came: set[int] = set()
+        self.over = threading.Event()
+        """Set when every worker has been here, and has left again."""
         self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
         most = max((part.numel() * part.element_size() for part in parts), default=0) + (1 << 20)
         self._server = Server(
@@ -146,17 +150,23 @@ class ParameterServer:
                 self._answer_pulls()
             case Verb.JOIN:
                 (worker,) = WHO.unpack(request.parts[0])
+                if not 0 <= worker < self.holder.workers:
+                    raise ValueError(f"there is no worker {worker}")
                 self._names[request.sender] = worker
                 self._pushed[worker] = set()
+                self._came.add(worker)
                 self.holder.join(worker)
                 self.holder.reads[worker] = -1
                 request.reply([memoryview(VERSION.pack(self.holder.clocks[worker]))])
             case Verb.LEAVE:
                 (worker,) = WHO.unpack(request.parts[0])
+                self._back(worker)
                 self.holder.leave(worker)
                 self._names.pop(request.sender, None)
                 request.reply()
                 self._answer_pulls()
+                if len(self._came) == self.holder.workers == len(self.holder.gone):
+                    self.over.set()
             case _:
                 request.refuse(f"a parameter server knows no request {request.verb}")
 
@@ -201,8 +211,8 @@ class ParameterServer:
             request = self._waiting.pop(worker)
             version = self.holder.read(worker)
             if self._snapshot is None or self._snapshot[0] != version:
-                self._snapshot = version, [raw(part.detach().clone()) for part in self.parts]
-            request.reply([memoryview(VERSION.pack(version)), *self._snapshot[1]])
+                self._snapshot = version, raw(torch.cat([part.detach().view(torch.uint8) for part in self.parts]))
+            request.reply([memoryview(VERSION.pack(version)), self._snapshot[1]])
 
     def _give_up_waiting(self, worker: int) -> None:
         """Whoever asks again is answered anew."""
@@ -229,7 +239,8 @@ def shard_optimizer(
     for group in optimizer.param_groups:
         own = [part for param in group["params"] for part in parts.get(param, ())]
         groups.append({name: value for name, value in group.items() if name != "params"} | {"params": own})
-    return type(optimizer)(groups, **optimizer.defaults)
+    takes = inspect.signature(type(optimizer).__init__).parameters
+    return type(optimizer)(groups, **{name: value for name, value in optimizer.defaults.items() if name in takes})
 
 
 def hyper(optimizer: torch.optim.Optimizer) -> Hyper:

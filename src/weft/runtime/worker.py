@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -49,6 +49,7 @@ from weft.runtime.piecewise import Piecewise, obstacle
 from weft.runtime.reading import Reading
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
 from weft.runtime.saving import Parts
+from weft.runtime.server import Served, ServerRun
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.turns import Turns
 from weft.runtime.world import World
@@ -80,11 +81,16 @@ def init(
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
     joined = True
     env = os.environ
+    world, chosen = World.here(), choose_strategy(strategy)
+    steps = int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps
+    seed = int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0
+    if world.server is not None:
+        return cast(Run, ServerRun(world=world, strategy=chosen, steps=steps, seed=seed))
     _current = Run(
-        world=World.here(),
-        strategy=choose_strategy(strategy),
-        steps=int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps,
-        seed=int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0,
+        world=world,
+        strategy=chosen,
+        steps=steps,
+        seed=seed,
         device=env.get("WEFT_DEVICE") or device or "auto",
         out=env.get("WEFT_OUT") or out,
         policy=policy_here(save_every),
@@ -151,6 +157,7 @@ class Run:
             settle=self._settle,
         )
         self._gradients: Gradients | None = None
+        self._served: Served | None = None
         self._guard = Guard((), (), lossless=True)
         self._model: nn.Module | None = None
         self._followed = False
@@ -201,8 +208,21 @@ class Run:
             self._transport.spread([*model.parameters(), *model.buffers()])
         momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
         parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
+        served = self.strategy.topology.beside(self.workers) > 0 and wrapper is None
+        if served:
+            self._between.forgo("a run with parameter servers cannot be saved yet")
         known = self._between.open(parts, specs, self._recorder)
-        if not self.world.alone and wrapper is None:
+        if served:
+            self._served = Served(
+                model,
+                optimizer,
+                strategy=self.strategy,
+                turns=self._turns,
+                world=self.world,
+                seed=self.seed,
+                timeout_s=self._between.timeout_s,
+            )
+        elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             engine.momentum = momentum or 0.0
@@ -266,6 +286,10 @@ class Run:
     def clip(self, norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `norm`; returns the norm before."""
         assert self._model is not None, "run.distribute() comes first"
+        if self._served is not None:
+            raise LoopError(
+                "run.clip() needs the mean of all gradients, which only the servers have; leave it out there"
+            )
         if not self._turns.complete:
             return torch.zeros(())
         return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
@@ -292,6 +316,8 @@ class Run:
                 self._settle()
             else:
                 self._flush()
+            if self._served is not None and well:
+                self._served.close()
             self._between.close(well=well)
             if self._recorder:
                 self._recorder.close()
@@ -337,13 +363,18 @@ class Run:
             turns.asked = True
             if not turns.complete:
                 return None
-            self._check_finite(optimizer)
+            if self._served is None:
+                self._check_finite(optimizer)
             if claimed:
                 check_claims(optimizer)
             self._watch.optimizer_began()
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
                 self._gradients.deferred.step(piecewise.freeze())
+                result = None
+            elif self._served is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step is this one
+                self._served.step()
                 result = None
             else:
                 result = step(closure) if closure is not None else step()

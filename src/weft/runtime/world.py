@@ -35,6 +35,11 @@ class World:
     """Whether the user says that nobody else is on the network between the hosts."""
     forced: bool = False
     """Exchange for real even with nobody else, to measure what that costs."""
+    server: int | None = None
+    """Which server this process is, if it is one: it carries no worker."""
+    meeting: str = ""
+    """A folder in which servers say where they listen."""
+    key_file: str = ""
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -49,9 +54,14 @@ class World:
                 shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
                 trusted=env.get("WEFT_NETWORK") == "trusted" or env.get("LOCAL_WORLD_SIZE") == str(processes),
                 forced=env.get("WEFT_FORCE") == "1",
+                server=int(env["WEFT_SERVER"]) if "WEFT_SERVER" in env else None,
+                meeting=env.get("WEFT_WORD", ""),
+                key_file=env.get("WEFT_KEY_FILE", ""),
             )
         except ValueError as error:
             raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
+        if world.server is not None:
+            return world
         if world.workers < world.processes:
             raise UserError(f"{world.workers} workers cannot fill {world.processes} processes; use at least one each")
         return world

@@ -20,6 +20,10 @@ class Topology(Answer, ABC):
     exact: ClassVar[bool]
     """Whether a sum has the same bits on any number of processes, with any buckets and any schedule."""
 
+    def beside(self, workers: int) -> int:
+        """How many servers there are beside the workers."""
+        return 0
+
     @abstractmethod
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         """The same operation as Send and Recv; returns the operation's result."""

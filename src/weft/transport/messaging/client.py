@@ -16,6 +16,8 @@ from weft.transport.messaging.links import Carrier, Link
 from weft.transport.messaging.meeting import Guest, Stranger, call
 
 _PAUSE_S = 0.05
+_IN_VAIN = 20
+"""Links in a row that may break without having brought a reply."""
 
 
 class Refused(JobError):
@@ -85,6 +87,7 @@ class Client:
         self._open: dict[int, Pending] = {}
         self._settled = 0
         self._failed: Exception | None = None
+        self._in_vain = 0
         self._closed = False
         self._carrier = Carrier("weft-ask")
         self._link: Link | None = self._call(time.monotonic() + retry_s)
@@ -104,7 +107,7 @@ class Client:
     ) -> Pending:
         """Send a request. Parts must not change before its reply is there: it may have to be sent again.
 
-        `once`: it counts, and is never served twice. `into`: memory for the reply's parts, whose sizes must fit.
+        `once`: it counts, and is never served twice. `into`: memory for the reply, one piece behind the other.
         """
         with self._lock:
             if self._failed is not None:
@@ -135,9 +138,9 @@ class Client:
     def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
         pending = self._open.get(head.number)
         if pending is not None and pending.into is not None and head.kind == Kind.REPLY:
-            if [len(part) for part in pending.into] != list(sizes):
-                wanted = [len(part) for part in pending.into]
-                raise FrameError(f"a reply has parts of {list(sizes)} bytes where {wanted} were asked for")
+            wanted = sum(len(part) for part in pending.into)
+            if wanted != sum(sizes):
+                raise FrameError(f"a reply has {sum(sizes)} bytes where there is room for {wanted}")
             return list(pending.into)
         return [memoryview(bytearray(size)) for size in sizes]
 
@@ -147,6 +150,7 @@ class Client:
         if head.kind not in (Kind.REPLY, Kind.REFUSAL):
             raise FrameError(f"an asker is not sent {head.kind.name}")
         with self._lock:
+            self._in_vain = 0
             pending = self._open.pop(head.number, None)
             self._settled = min(self._open) - 1 if self._open else max(self._settled, head.number)
         if pending is None:
@@ -161,6 +165,10 @@ class Client:
             self._link = None
             if self._closed:
                 return
+            self._in_vain += 1
+        if self._in_vain > _IN_VAIN:
+            self._fail(PeerLost(f"the link to {self} broke {self._in_vain} times without a reply ({reason})"))
+            return
         threading.Thread(target=self._again, args=(reason,), name="weft-call-again", daemon=True).start()
 
     def _again(self, reason: str) -> None:
