@@ -72,7 +72,7 @@ def load(
             asking = Servers(rank, links, ranges, specs, Dense())
             model = {part.name: torch.zeros(values) for row in ranges for part in row}
             grads = {name: torch.ones(values) for name in model}
-            asking.join(60)
+            asking.join(model, 60)
             until = time.monotonic() + seconds
             for step in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
                 began = time.perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.compression import Compressor, Context, Piece, State
 from weft.ops import Spec
 from weft.runtime.pushing import said
-from weft.runtime.serving import COMMIT, PART, VERSION, WHO, Hyper, Verb
+from weft.runtime.serving import COMMIT, JOINED, PART, VERSION, WHO, Hyper, Verb
 from weft.topology._shards import Range
 from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Pending
@@ -51,10 +51,22 @@ class Servers:
         self._who = memoryview(WHO.pack(worker))
         self._on_their_way: list[Pending] = []
 
-    def join(self, timeout_s: float) -> int:
-        """Take part; returns the step to start with."""
+    def join(self, model: Mapping[str, Tensor], timeout_s: float) -> int:
+        """Take part; worker 0 brings the model that all start from. Returns the step to start with."""
         asked = [client.ask(Verb.JOIN, [self._who], once=True) for client in self.clients]
-        return max(int(VERSION.unpack(each.wait(timeout_s)[0])[0]) for each in asked)
+        said = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
+        for client, ranges, (_, started) in zip(self.clients, self.ranges, said, strict=True):
+            if self.worker == 0 and not started:
+                self._set(client, ranges, model, timeout_s)
+        return max(int(step) for step, _ in said)
+
+    def _set(self, client: Client, ranges: Sequence[Range], model: Mapping[str, Tensor], timeout_s: float) -> None:
+        asked = []
+        for number, part in enumerate(ranges):
+            head, values = PART.pack(self.worker, number, 0), model[part.name][part.start : part.stop]
+            asked.append(client.ask(Verb.SET, [memoryview(head), raw(values)], once=True))
+        for each in asked:
+            each.wait(timeout_s)
 
     def push(self, grads: Mapping[str, Tensor], step: int) -> None:
         """Send gradients, flat and already multiplied by this worker's share; they must not change until `commit`."""

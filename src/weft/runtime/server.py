@@ -147,7 +147,7 @@ class Served:
         ]
         specs = {spec.name: spec for spec in trained(model)}
         self.asking = Servers(turns.rank, clients, ranges, specs, strategy.compression, seed)
-        self.asking.join(timeout_s)
+        self.asking.join(self.flat, timeout_s)
         self.asking.pull(self.flat).wait(timeout_s)
         self.pushed: set[str] = set()
         for name, p in named.items():

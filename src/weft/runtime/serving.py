@@ -1,6 +1,8 @@
 """A parameter server: a share of the model, its optimizer, and answers to workers over messages.
 
-    JOIN    worker                               it takes part from here on
+    JOIN    worker; replies its step, and        it takes part from here on
+            whether there is a model
+    SET     worker, part; values                 what the model starts from, by worker 0
     PUSH    worker, part, step; what it said     one part's gradient of the step under way, compressed
     COMMIT  worker, share; hyper-parameters      the step's gradients are all there; replies whether they were accepted
     PULL    worker; replies version, model       answered once the worker may start its next step
@@ -42,12 +44,14 @@ class Verb(enum.IntEnum):
     COMMIT = 3
     PULL = 4
     LEAVE = 5
+    SET = 6
 
 
 WHO = struct.Struct("!I")
 PART = struct.Struct("!IIQ")
 COMMIT = struct.Struct("!Id")
 VERSION = struct.Struct("!Q")
+JOINED = struct.Struct("!Q?")
 
 Hyper = list[dict[str, float | list[float]]]
 """An optimizer's numbers, group by group."""
@@ -94,6 +98,7 @@ class ParameterServer:
         self._snapshot: tuple[int, memoryview] | None = None
         self._names: dict[str, int] = {}
         self._came: set[int] = set()
+        self._set: set[int] = set()
         self.over = threading.Event()
         """Set when every worker has been here, and has left again."""
         self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
@@ -157,7 +162,15 @@ class ParameterServer:
                 self._came.add(worker)
                 self.holder.join(worker)
                 self.holder.reads[worker] = -1
-                request.reply([memoryview(VERSION.pack(self.holder.clocks[worker]))])
+                request.reply([memoryview(JOINED.pack(self.holder.clocks[worker], self._started))])
+            case Verb.SET:
+                worker, part, _ = PART.unpack(request.parts[0])
+                if self._started:
+                    raise ValueError("the model was set already")
+                self.parts[part].detach().copy_(torch.frombuffer(request.parts[1], dtype=self.parts[part].dtype))
+                self._set.add(part)
+                request.reply()
+                self._answer_pulls()
             case Verb.LEAVE:
                 (worker,) = WHO.unpack(request.parts[0])
                 self._back(worker)
@@ -205,8 +218,15 @@ class ParameterServer:
     def _updated(self, worker: int, staleness: int) -> None:
         self.staleness[worker, staleness] += 1
 
+    @property
+    def _started(self) -> bool:
+        """Whether the model has been given the values that it starts from."""
+        return len(self._set) == len(self.parts)
+
     def _answer_pulls(self) -> None:
         """Whoever may go on gets the model; all of one version get the same copy of it."""
+        if not self._started:
+            return
         for worker in [worker for worker in self._waiting if self.holder.may_start(worker)]:
             request = self._waiting.pop(worker)
             version = self.holder.read(worker)

@@ -28,9 +28,9 @@ class Pending:
     """A request on its way."""
 
     def __init__(
-        self, head: Head, parts: Sequence[memoryview], into: Sequence[memoryview] | None, priority: int
+        self, to: str, head: Head, parts: Sequence[memoryview], into: Sequence[memoryview] | None, priority: int
     ) -> None:
-        self.head, self.sent, self.into, self.priority = head, list(parts), into, priority
+        self.to, self.head, self.sent, self.into, self.priority = to, head, list(parts), into, priority
         self.parts: list[memoryview] = []
         self._error: Exception | None = None
         self._done = threading.Event()
@@ -38,9 +38,9 @@ class Pending:
         self._then: Callable[[], None] | None = None
 
     def wait(self, timeout_s: float) -> list[memoryview]:
-        """The reply's parts: `into` where that was given. Raises PeerLost, Refused or TimeoutError."""
+        """The reply's parts: `into` where that was given. Raises PeerLost or Refused."""
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"no reply in {timeout_s:g} s")
+            raise PeerLost(f"no reply from the server at {self.to} in {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self.parts
@@ -114,7 +114,7 @@ class Client:
                 raise self._failed
             number = next(self._numbers)
             head = Head(Kind.ONCE if once else Kind.QUERY, verb, number, self._settled)
-            pending = self._open[number] = Pending(head, parts, into, priority)
+            pending = self._open[number] = Pending(str(self), head, parts, into, priority)
             link = self._link
         if link is not None:
             link.send(head, pending.sent, priority=priority)
