@@ -30,6 +30,8 @@ model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)
 data = [torch.full((3, 4), 0.1 * float(i)) for i in range(24)]
 for x in run.shard(data, epochs=None):
     time.sleep({sleep})
+    with run.accumulate():
+        (model(x) - 2).square().mean().backward()
     loss = (model(x).sin() - 1).square().mean()
     loss.backward()
     {between}

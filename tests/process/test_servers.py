@@ -24,7 +24,7 @@ from weft.errors import PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
 from weft.runtime.pushing import said
-from weft.runtime.serving import Loss, ParameterServer, Verb, hyper, shard_optimizer
+from weft.runtime.serving import COMMIT, Loss, ParameterServer, Verb, hyper, shard_optimizer
 from weft.strategy import Strategy
 from weft.topology._shards import Range, shards
 from weft.transport.mesh import raw
@@ -417,6 +417,11 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
         parts = [
             memoryview(bytes(3) + bytes([rng.randrange(6)]) + rng.randbytes(size))[: max(size, 4)] for size in sizes
         ]
+        if verb == Verb.COMMIT and rng.random() < 0.5:
+            parts = [
+                memoryview(COMMIT.pack(1, 0.5)),
+                memoryview(rng.choice([b"5", b"[5]", b"{}", b"null", b'[{"lr": "x"}]'])),
+            ]
         open_.append(liar.ask(verb, parts, once=rng.random() < 0.5))
         if len(open_) > 50:
             with suppress(Refused, PeerLost):

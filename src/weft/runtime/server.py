@@ -150,6 +150,7 @@ class Served:
         self.asking.join(self.flat, timeout_s)
         self.asking.pull(self.flat).wait(timeout_s)
         self.pushed: set[str] = set()
+        self.local = False  # gradients from `accumulate` are waiting
         for name, p in named.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 
@@ -157,6 +158,8 @@ class Served:
         grad = param.grad
         assert grad is not None
         if self.turns.accumulating:
+            self.turns.accumulated()
+            self.local = True
             return
         if name in self.pushed:
             raise LoopError(
@@ -165,6 +168,8 @@ class Served:
             )
         if not self.pushed:
             self.turns.begin_backward()
+            if self.local:
+                self.turns.accumulated()
             torch.autograd.Variable._execution_engine.queue_callback(self.turns.next)
         if grad.is_sparse or not bool(torch.isfinite(grad).all()):
             what = "sparse" if grad.is_sparse else "not finite"
@@ -178,7 +183,7 @@ class Served:
         missing = next((name for name in self.names if name not in self.pushed), None)
         if missing is not None:
             raise LoopError(f"{missing} had no gradient at step {self.turns.step + 1}, which servers cannot skip yet")
-        self.pushed = set()
+        self.pushed, self.local = set(), False
         numbers = hyper(self.optimizer)
         for group in numbers:
             if isinstance(momentum := group.get("momentum"), float):

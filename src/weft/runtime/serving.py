@@ -17,11 +17,13 @@ from __future__ import annotations
 import enum
 import inspect
 import json
+import logging
 import queue
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,8 @@ from weft.runtime.pushing import heard
 from weft.synchrony import Synchrony
 from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Request, Server
+
+log = logging.getLogger(__name__)
 
 
 class Verb(enum.IntEnum):
@@ -131,8 +135,10 @@ class ParameterServer:
                 continue
             try:
                 self._do(request)
-            except (struct.error, ValueError, KeyError, IndexError, RuntimeError) as error:
-                request.refuse(f"that cannot be served: {error}")
+            except Exception as error:  # whatever was asked, others are served
+                log.warning("a request of %s could not be served: %s", request.sender, error)
+                with suppress(RuntimeError):  # it may have been answered before
+                    request.refuse(f"that cannot be served: {error}")
 
     def _do(self, request: Request) -> None:
         match request.verb:
