@@ -175,6 +175,13 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
             why="gradients leave for servers as backward finishes them, and no other order is built yet",
             instead=f"'{strategy.synchrony} / {topology}'",
         )
+    if strategy.synchrony.eager:
+        yield Conflict(
+            str(strategy.synchrony),
+            str(topology),
+            why="servers do not send yet before they are asked, and it would be ssp under another name",
+            instead=f"'ssp / {topology}'",
+        )
     if compression.claims:
         yield Conflict(
             str(compression),

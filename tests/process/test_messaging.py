@@ -447,7 +447,7 @@ def test_strangers_change_nothing(key: Key) -> None:
         _still_serves(server, key, ledger)
 
 
-def test_liars_with_the_key_break_only_their_own_links(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liars_with_the_key_break_only_their_own_links(key: Key) -> None:
     """With the key odd frames end a link, replays count once, and the server lives."""
     rng, ledger = random.Random(4), Ledger(1000)
     with serving(ledger, key, most_bytes=1 << 20) as server:

@@ -78,7 +78,7 @@ def test_synchronous_servers_give_the_bits_of_direct(scratch: Path, optimizer: s
     [
         "asp / parameter_server",
         "ssp(slack=2) / parameter_server(servers=2) / int8",
-        "essp / parameter_server",
+        "asp / parameter_server / error_feedback(significant)",
         "backup(spares=1) / parameter_server",
         "softsync(n=3) / parameter_server",
         "value_bound(delta=0.5) / parameter_server",

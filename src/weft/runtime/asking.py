@@ -46,6 +46,7 @@ class Servers:
     ) -> None:
         self.worker, self.clients, self.ranges, self.specs = worker, clients, ranges, specs
         self.compression, self.seed = compression, seed
+        self._model: Mapping[str, Tensor] = {}
         self.state: State = {}
         """What the compressor remembers, by range."""
         self._who = memoryview(WHO.pack(worker))
@@ -53,6 +54,7 @@ class Servers:
 
     def join(self, model: Mapping[str, Tensor], timeout_s: float) -> int:
         """Take part; worker 0 brings the model that all start from. Returns the step to start with."""
+        self._model = model
         asked = [client.ask(Verb.JOIN, [self._who], once=True) for client in self.clients]
         said = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
         for client, ranges, (_, started) in zip(self.clients, self.ranges, said, strict=True):
@@ -82,7 +84,8 @@ class Servers:
         if self.compression.lossless:
             return [grad]
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
-        piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad))
+        value = self._model[part.name][part.start : part.stop]
+        piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
         return said(self.compression, piece, self.state, ctx)
 
     def commit(self, share: float, hyper: Hyper, timeout_s: float) -> list[bool]:

@@ -7,7 +7,7 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from weft.errors import JobError, PeerLost
 from weft.transport.messaging.frames import FrameError, Head, Kind
@@ -34,8 +34,6 @@ class Pending:
         self.parts: list[memoryview] = []
         self._error: Exception | None = None
         self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._then: Callable[[], None] | None = None
 
     def wait(self, timeout_s: float) -> list[memoryview]:
         """The reply's parts: `into` where that was given. Raises PeerLost or Refused."""
@@ -45,23 +43,10 @@ class Pending:
             raise self._error
         return self.parts
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Call `act` when the reply is there or the request has failed; at once where it is."""
-        with self._lock:
-            if not self._done.is_set():
-                self._then = act
-                return
-        act()
-
     def finish(self, parts: list[memoryview], error: Exception | None = None) -> None:
-        with self._lock:
-            if self._done.is_set():
-                return
-            self.parts, self._error, self.sent = parts, error, []
-            self._done.set()
-            act = self._then
-        if act is not None:
-            act()
+        """The reply, or why there is none; whoever takes the request off the client's list calls this, once."""
+        self.parts, self._error, self.sent = parts, error, []
+        self._done.set()
 
 
 class Client:

@@ -45,10 +45,9 @@ class Link:
         self.gone = self.parting = False
         self.carrier: Carrier | None = None
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, int, list[memoryview], Callable[[], None] | None]] = []
+        self._waiting: list[tuple[int, int, list[memoryview]]] = []
         self._order = itertools.count()
         self._leaving: list[memoryview] = []
-        self._left: Callable[[], None] | None = None
         self._head = bytearray(HEAD_BYTES)
         self._frame: Head | None = None
         self._into: list[memoryview] = [memoryview(self._head)]
@@ -56,25 +55,12 @@ class Link:
         self._sizes = bytearray()
         self.heard = self.spoke = time.monotonic()
 
-    def send(
-        self,
-        head: Head,
-        parts: Sequence[memoryview] = (),
-        *,
-        priority: int = 0,
-        left: Callable[[], None] | None = None,
-    ) -> None:
-        """Hand over a frame; lower priorities leave first. `left` is called when all of it is in the kernel's hands.
-
-        Parts must not change until then.
-        """
+    def send(self, head: Head, parts: Sequence[memoryview] = (), *, priority: int = 0) -> None:
+        """Hand over a frame; lower priorities leave first. Its parts must not change any more."""
         whole = [memoryview(head.pack([len(part) for part in parts])), *(part for part in parts if len(part))]
         with self._lock:
-            gone = self.gone
-            if not gone:
-                heapq.heappush(self._waiting, (priority, next(self._order), whole, left))
-        if gone and left is not None:
-            left()
+            if not self.gone:
+                heapq.heappush(self._waiting, (priority, next(self._order), whole))
         if self.carrier is not None:
             self.carrier.wake(self)
 
@@ -89,10 +75,9 @@ class Link:
         """As much as the connection takes."""
         while True:
             if not self._leaving:
-                self._one_left()
                 with self._lock:
                     if self._waiting:
-                        _, _, self._leaving, self._left = heapq.heappop(self._waiting)
+                        _, _, self._leaving = heapq.heappop(self._waiting)
             if not self._leaving:
                 self.stream.write(())
                 return
@@ -105,20 +90,11 @@ class Link:
             if self._leaving:
                 self._leaving[0] = self._leaving[0][taken:]
 
-    def _one_left(self) -> None:
-        if self._left is not None:
-            done, self._left = self._left, None
-            done()
-
     def abandon(self) -> None:
-        """Nothing more leaves; whoever waits for its memory gets it back."""
+        """Nothing more leaves."""
         with self._lock:
             self.gone = True
-            left = [self._left, *(each[3] for each in self._waiting)]
-            self._waiting, self._leaving, self._left = [], [], None
-        for done in left:
-            if done is not None:
-                done()
+            self._waiting, self._leaving = [], []
 
     def read(self) -> None:
         """All that has come."""

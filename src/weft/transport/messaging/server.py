@@ -64,13 +64,13 @@ class Request:
     def verb(self) -> int:
         return self._head.verb
 
-    def reply(self, parts: Sequence[memoryview] = (), left: Callable[[], None] | None = None) -> None:
-        """Parts must not change until `left` is called; those of a request that counts are copied, and small."""
-        self._server._answer(self._session, self._head, Kind.REPLY, list(parts), left)
+    def reply(self, parts: Sequence[memoryview] = ()) -> None:
+        """Parts must not change any more; those of a request that counts are copied, and small."""
+        self._server._answer(self._session, self._head, Kind.REPLY, list(parts))
 
     def refuse(self, why: str) -> None:
         """One sentence instead of an answer."""
-        self._server._answer(self._session, self._head, Kind.REFUSAL, [memoryview(why.encode()[:4096])], None)
+        self._server._answer(self._session, self._head, Kind.REFUSAL, [memoryview(why.encode()[:4096])])
 
 
 class Server:
@@ -234,17 +234,12 @@ class Server:
             waiting.start()
 
     def _gone_for_good(self, session: _Session, since: float, reason: str) -> None:
-        if session.link is None and session.left_at == since and not self._closed:
+        with self._lock:
+            back = any(each.link is not None and each.name == session.name for each in self._sessions.values())
+        if session.left_at == since and not back and not self._closed:
             self._left(session.name, reason)
 
-    def _answer(
-        self,
-        session: _Session,
-        asked: Head,
-        kind: Kind,
-        parts: list[memoryview],
-        left: Callable[[], None] | None,
-    ) -> None:
+    def _answer(self, session: _Session, asked: Head, kind: Kind, parts: list[memoryview]) -> None:
         head = Head(kind, asked.verb, asked.number)
         with self._lock:
             request = session.open.pop(asked.number, None)
@@ -260,8 +255,5 @@ class Server:
             if link is not None and not link.reads and not session.full(self.most_bytes // 2):
                 link.reads = True
                 self._carrier.wake(link)
-        if link is None:
-            if left is not None:
-                left()
-            return
-        link.send(head, parts, left=left)
+        if link is not None:
+            link.send(head, parts)
