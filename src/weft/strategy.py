@@ -132,7 +132,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
             instead=f"'bsp / {topology}', or '{synchrony} / parameter_server'",
         )
-    if topology.beside(1):
+    if topology.homes(1):
         yield from _with_servers(strategy)
     for outer, inner in nested(compression):
         if outer.keeps_account and any(layer.keeps_account for layer in wrapped(inner)):
@@ -168,12 +168,12 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
 def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
     """What servers cannot do, or cannot do yet."""
     topology, compression, schedule = strategy.topology, strategy.compression, strategy.schedule
-    if str(schedule) not in (DEFAULTS["schedule"], "wfbp"):
+    if not schedule.by_key:
         yield Conflict(
             str(schedule),
             str(topology),
-            why="gradients leave for servers as backward finishes them, and no other order is built yet",
-            instead=f"'{strategy.synchrony} / {topology}'",
+            why=f"{schedule.name} merges by what sums take, and with servers each parameter comes and goes by itself",
+            instead=f"'{strategy.synchrony} / {topology} / priority'",
         )
     if strategy.synchrony.eager:
         yield Conflict(

@@ -136,7 +136,14 @@ def test_traffic_that_goes_around_the_links_fails_loudly(tmp_path: Path, monkeyp
         monkeypatch.setattr(cluster, "seats", lambda hosts: tuple(at for _ in hosts))  # both on one host
         contender = Contender(name="bsp / ring", strategy=Strategy.parse("bsp / ring"))
         with pytest.raises(JobError, match="went around"):
-            experiment.run(Task(job="wide", args=("--size", "1m"), steps=7), cluster, contender, 0, tmp_path / "run")
+            experiment.run(
+                Task(job="wide", args=("--size", "1m"), steps=7),
+                cluster,
+                contender,
+                0,
+                tmp_path / "run",
+                hosts=cluster.hosts,
+            )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +153,9 @@ def test_a_peer_sends_what_it_declares(peer: str, tmp_path: Path) -> None:
     """FSDP aside: Gloo performs its reduce-scatter as an all-reduce, and now and then a process of it aborts."""
     with Cluster(hosts=2, bandwidth="1gbit", verify=False) as cluster:
         task = Task(job="wide", args=("--size", "1m"), steps=21)
-        sample = experiment.run(task, cluster, Contender(name=peer, peer=peer), 0, tmp_path / "run")
+        sample = experiment.run(
+            task, cluster, Contender(name=peer, peer=peer), 0, tmp_path / "run", hosts=cluster.hosts
+        )
     assert sample.wire_bytes_link is not None
     share = sample.wire_bytes_link / sample.wire_bytes_worker / FRAME
     assert 0.98 < share < {"ddp-powersgd": 1.3}.get(peer, 1.02)

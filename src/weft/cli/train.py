@@ -107,15 +107,17 @@ def train(
     path = find_job(asked.job)
     source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
     folder = _folder(out, path, known.check(), node_rank) if asked.out is None or out is not None else asked.out
-    spec = replace(asked, out=folder, servers=known.topology.beside(asked.workers)).checked()
-    if spec.servers and hosts is not None:
-        raise UserError("parameter servers have no emulated hosts yet; leave out --hosts, or use another topology")
+    homes = known.topology.homes(asked.workers)
+    spec = replace(
+        asked, out=folder, servers=len(homes), forgoes=bool(homes) and not known.synchrony.everyone
+    ).checked()
     workers = spec.workers
     fresh = not folder.exists()
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
     try:
         held = _held(folder, spec) if node_rank == 0 else nullcontext()
-        with held, _Bar(show, steps) as bar, _site(hosts, bandwidth, link, slow, processes, nodes) as seats:
+        site = _site(hosts, bandwidth, link, slow, processes, nodes, homes)
+        with held, _Bar(show, steps) as bar, site as seats:
             launch(replace(spec, seats=seats), bar.line, bar.progress)
         if node_rank > 0:
             return
@@ -153,7 +155,13 @@ def _held(folder: Path, spec: Launch) -> Iterator[None]:
 
 @contextmanager
 def _site(
-    hosts: int | None, bandwidth: str, link: list[str] | None, slow: list[str] | None, processes: int | None, nodes: int
+    hosts: int | None,
+    bandwidth: str,
+    link: list[str] | None,
+    slow: list[str] | None,
+    processes: int | None,
+    nodes: int,
+    homes: tuple[int, ...],
 ) -> Iterator[tuple[Seat, ...]]:
     """Where the processes sit: on an emulated cluster where one was asked for, else simply here."""
     if hosts is None:
@@ -164,9 +172,10 @@ def _site(
     if processes not in (None, hosts) or nodes != 1:
         raise UserError("--hosts gives each host one process; leave --processes and --nodes out")
     slowed = parse_slow(slow or (), hosts)
-    with Cluster(hosts, bandwidth, parse_links(link)) as cluster:
+    with Cluster(max(hosts, *(home + 1 for home in homes), 1), bandwidth, parse_links(link)) as cluster:
         before = cluster.counters()
-        yield tuple(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(cluster.seats()))
+        seats = cluster.seats(range(hosts))
+        yield (*(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(seats)), *cluster.seats(homes))
         after = cluster.counters()
         if hosts > 1 and after == before:
             raise JobError("nothing crossed the emulated links: the run's traffic went around them")

@@ -139,6 +139,8 @@ class Cluster:
     def seats(self, hosts: Sequence[int] | None = None) -> tuple[Seat, ...]:
         """Where the processes of a run sit: one on each of these hosts, as on machines of their own."""
         chosen = range(self.hosts) if hosts is None else hosts
+        if not chosen:
+            return ()
         address = self.ask("describe")["addresses"][chosen[0]]
         env = {"MASTER_ADDR": address, "MASTER_PORT": str(_RENDEZVOUS_PORT), "WEFT_STORE": ""}
         env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0", "WEFT_LAUNCHER": "1"}

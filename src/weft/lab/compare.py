@@ -108,14 +108,14 @@ def _site(request: Request) -> Iterator[Site]:
     if request.network != "loopback":
         with ExitStack() as stack:
             try:
-                cluster = stack.enter_context(Cluster(request.hosts, request.bandwidth, request.links))
+                cluster = stack.enter_context(Cluster(request.all_hosts, request.bandwidth, request.links))
             except NoLabError:
                 if request.network == "emulated":
                     raise
             else:
                 yield cluster
                 return
-    yield Loopback(request.hosts)
+    yield Loopback(request.all_hosts)
 
 
 def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable[[Board], None]) -> None:
@@ -128,7 +128,7 @@ def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable
 
         board.running, board.event = contender.name, {}
         watch(board)
-        return experiment.run(task, site, contender, seed, out / name, on_event, **more)
+        return experiment.run(task, site, contender, seed, out / name, on_event, **{"hosts": request.hosts} | more)
 
     task = Task(job=request.job, args=request.args, steps=request.steps, target_loss=request.target_loss)
     profile_file = out / "profile.json"

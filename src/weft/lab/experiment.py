@@ -57,6 +57,10 @@ class Contender:
         """Steps after which its pattern repeats; step times are averaged over so many."""
         return peers.find(self.peer).period if self.peer is not None else 1
 
+    def homes(self, workers: int) -> tuple[int, ...]:
+        """Where its servers sit, if it has any."""
+        return self.strategy.topology.homes(workers) if self.strategy is not None else ()
+
     def declared_bytes(self, specs: Sequence[Spec], workers: int) -> float:
         """What one worker must send in a step."""
         if workers == 1:
@@ -138,12 +142,11 @@ def run(
     out: Path,
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     *,
-    hosts: int | None = None,
+    hosts: int,
     trace: bool = False,
     profile_to: Path | None = None,
 ) -> Sample:
     """Run a contender once. Raises JobFailedError where it fails, JobError where its traffic went around the links."""
-    count = site.hosts if hosts is None else hosts
     readings: list[_Reading] = []
 
     def on_progress(event: dict[str, Any]) -> None:
@@ -157,7 +160,9 @@ def run(
         spec = Launch(
             job=task.job,
             args=task.args,
-            workers=count,
+            workers=hosts,
+            servers=len(contender.homes(hosts)),
+            forgoes=contender.strategy is not None and not contender.strategy.synchrony.everyone,
             strategy=contender.strategy,
             steps=task.steps,
             seed=seed,
@@ -165,7 +170,7 @@ def run(
             out=out,
             trace=trace,
             policy=Policy(every=0),
-            seats=_seats(task, site, contender, count, Path(scratch), profile_to),
+            seats=_seats(task, site, contender, hosts, Path(scratch), profile_to),
             module="weft.lab.peers._child" if contender.peer else "weft.runtime.child",
         )
         launch(spec, lambda rank, line: said.append(f"[{rank}] {line}"), on_progress)
@@ -173,11 +178,11 @@ def run(
         (out / "output.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     if len(readings) != 2:
         raise JobError(f"the job ended before its {task.steps} steps; give --steps fewer, or the job more data")
-    return _judge(task, contender, count, out, readings)
+    return _judge(task, contender, hosts, out, readings)
 
 
 def _seats(
-    task: Task, site: Site, contender: Contender, count: int, scratch: Path, profile_to: Path | None
+    task: Task, site: Site, contender: Contender, hosts: int, scratch: Path, profile_to: Path | None
 ) -> tuple[Seat, ...]:
     """The hosts' seats, with what the run must know beside the job."""
     env = {"WEFT_MARKS": f"{task.warmup(contender.period)},{task.steps}"}
@@ -189,9 +194,9 @@ def _seats(
     if profile_to is not None:
         env["WEFT_PROFILE"] = str(profile_to)
     seats = []
-    for host, seat in enumerate(site.seats(range(count))):
+    for host, seat in enumerate(site.seats(range(hosts))):
         seats.append(slow_seat(replace(seat, env={**seat.env, **env}), task.slow.get(host)))
-    return tuple(seats)
+    return (*seats, *site.seats(contender.homes(hosts)))
 
 
 def slow_seat(seat: Seat, slow: Slow | None) -> Seat:

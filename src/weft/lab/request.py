@@ -49,6 +49,12 @@ class Request:
     out: Path | None = None
     command: str = ""
 
+    @property
+    def all_hosts(self) -> int:
+        """The workers' and, behind them, as many for servers as the contender has that wants most."""
+        homes = [home for contender in self.contenders for home in contender.homes(self.hosts)]
+        return max([self.hosts, *(home + 1 for home in homes)])
+
     def checked(self) -> Request:
         find_job(self.job)
         names = [contender.name for contender in self.contenders]

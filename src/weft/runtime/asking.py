@@ -1,10 +1,12 @@
-"""A worker's side of parameter servers: gradients out, range by range, and the model back in."""
+"""A worker's side of parameter servers: gradients out, bundle by bundle, and the model back in."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,72 +14,172 @@ from torch import Tensor
 from weft.compression import Compressor, Context, Piece, State
 from weft.ops import Spec
 from weft.runtime.pushing import said
-from weft.runtime.serving import COMMIT, JOINED, PART, VERSION, WHO, Hyper, Verb
-from weft.topology._shards import Range
+from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
+from weft.runtime.verbs import packed as packed_state
+from weft.runtime.verbs import unpacked as unpacked_state
+from weft.topology._shards import Bundle, Range
 from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Pending
 
 
+@dataclass
+class _Way:
+    """A bundle on its way, between this worker and the server that keeps it."""
+
+    server: int
+    number: int
+    bundle: Bundle
+    came: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class Pulled:
-    """The model is on its way: one reply of each server."""
+    """The model on its way: for each parameter what must have come before it is there."""
 
-    replies: Sequence[Pending]
-    versions: Sequence[bytearray]
+    replies: Mapping[str, Sequence[Pending]]
+    first: bytearray
+    """What the first server says about its first bundle."""
+    buffers: Pending | None
 
-    def wait(self, timeout_s: float) -> list[int]:
-        """Until all of it is in place; returns each server's version."""
-        for reply in self.replies:
-            reply.wait(timeout_s)
-        return [VERSION.unpack(version)[0] for version in self.versions]
+    def wait_for(self, name: str, timeout_s: float) -> None:
+        for each in self.replies[name]:
+            each.wait(timeout_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until all of it is in place."""
+        for name in self.replies:
+            self.wait_for(name, timeout_s)
+        if self.buffers is not None:
+            self.buffers.wait(timeout_s)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the run was asked to leave at this version."""
+        return bool(PULLED.unpack(self.first)[1])
 
 
 class Servers:
-    """All servers of a run, asked by one worker. `ranges` says, server by server, what it keeps."""
+    """All servers of a run, asked by one worker. `bundles` says, server by server, what it keeps.
+
+    `urgent`: what the next forward needs first goes first, both ways. `near` is the server on this worker's own host.
+    """
 
     def __init__(
         self,
         worker: int,
         clients: Sequence[Client],
-        ranges: Sequence[Sequence[Range]],
+        bundles: Sequence[Sequence[Bundle]],
         specs: Mapping[str, Spec],
         compression: Compressor,
         seed: int = 0,
+        *,
+        urgent: bool = False,
+        near: int | None = None,
     ) -> None:
-        self.worker, self.clients, self.ranges, self.specs = worker, clients, ranges, specs
-        self.compression, self.seed = compression, seed
+        self.worker, self.clients, self.specs = worker, clients, specs
+        self.compression, self.seed, self.urgent, self.near = compression, seed, urgent, near
+        self.ways = [
+            _Way(server, number, bundle) for server, each in enumerate(bundles) for number, bundle in enumerate(each)
+        ]
+        self._of: dict[str, list[_Way]] = {}
+        for way in self.ways:
+            for part in way.bundle:
+                self._of.setdefault(part.name, []).append(way)
         self._model: Mapping[str, Tensor] = {}
+        self._grads: dict[str, Tensor | None] = {}
+        self._order: dict[str, int] = {}
+        """When backward finishes each parameter: the later, the sooner forward needs it."""
         self.state: State = {}
         """What the compressor remembers, by range."""
-        self._who = memoryview(WHO.pack(worker))
-        self._on_their_way: list[Pending] = []
+        self.steps = 0
+        """Taken since joining."""
+        self.sent_bytes = 0.0
+        """To other hosts."""
+        self._begun: list[Pending] = []
+        self._tellings = itertools.count()
 
-    def join(self, model: Mapping[str, Tensor], timeout_s: float) -> int:
-        """Take part; worker 0 brings the model that all start from. Returns the step to start with."""
-        self._model = model
-        asked = [client.ask(Verb.JOIN, [self._who], once=True) for client in self.clients]
-        said = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
-        for client, ranges, (_, started) in zip(self.clients, self.ranges, said, strict=True):
-            if self.worker == 0 and not started:
-                self._set(client, ranges, model, timeout_s)
-        return max(int(step) for step, _ in said)
+    # --- coming and going -------------------------------------------------------------------------------------------
 
-    def _set(self, client: Client, ranges: Sequence[Range], model: Mapping[str, Tensor], timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> tuple[int, bool]:
+        """Take part. Returns the step that the servers have this worker at, and whether they have a model."""
+        asked = [client.ask(Verb.JOIN, [memoryview(WHO.pack(self.worker))], once=True) for client in self.clients]
+        told = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
+        return max(int(step) for step, _ in told), all(started for _, started in told)
+
+    def start(
+        self, model: Mapping[str, Tensor], state: Mapping[str, Any], buffers: Sequence[Tensor], timeout_s: float
+    ) -> None:
+        """What training starts from: flat values, and what the optimizer remembers of each parameter."""
         asked = []
-        for number, part in enumerate(ranges):
-            head, values = PART.pack(self.worker, number, 0), model[part.name][part.start : part.stop]
-            asked.append(client.ask(Verb.SET, [memoryview(head), raw(values)], once=True))
+        if buffers:
+            blob = memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))
+            asked.append(self.clients[0].ask(Verb.SET, [memoryview(BUNDLE.pack(BUFFERS)), blob], once=True))
+        for way in self.ways:
+            values = [model[part.name][part.start : part.stop] for part in way.bundle]
+            known = [cut_state(state.get(part.name, {}), part, self.specs[part.name]) for part in way.bundle]
+            head = memoryview(BUNDLE.pack(way.number))
+            parts = [head, *packed_state((values, known))]
+            asked.append(self.clients[way.server].ask(Verb.SET, parts, once=True))
         for each in asked:
             each.wait(timeout_s)
 
-    def push(self, grads: Mapping[str, Tensor], step: int) -> None:
-        """Send gradients, flat and already multiplied by this worker's share; they must not change until `commit`."""
-        for client, ranges in zip(self.clients, self.ranges, strict=True):
-            for number, part in enumerate(ranges):
-                if part.name in grads:
-                    head = memoryview(PART.pack(self.worker, number, step))
-                    words = self._words(part, grads[part.name][part.start : part.stop], step)
-                    self._on_their_way.append(client.ask(Verb.PUSH, [head, *map(raw, words)], once=True))
+    def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
+        """What the servers' optimizers remember, by parameter."""
+        asked = [
+            (way, self.clients[way.server].ask(Verb.FETCH, [memoryview(BUNDLE.pack(way.number))])) for way in self.ways
+        ]
+        pieces: dict[str, list[tuple[Range, dict[str, Any]]]] = {}
+        for way, each in asked:
+            for part, known in zip(way.bundle, unpacked_state(each.wait(timeout_s)), strict=True):
+                pieces.setdefault(part.name, []).append((part, known))
+        return {name: joined_state(each, self.specs[name]) for name, each in pieces.items()}
+
+    def tell(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Everyone's values, by worker; None for those who are gone."""
+        head = memoryview(TELL.pack(self.worker, next(self._tellings)))
+        asked = self.clients[0].ask(Verb.TELL, [head, memoryview(json.dumps(list(values)).encode())], once=True)
+        found: list[Any] = json.loads(bytes(asked.wait(timeout_s)[0]))
+        return found
+
+    def leave(self, timeout_s: float) -> None:
+        """This worker has all it needs."""
+        who = memoryview(WHO.pack(self.worker))
+        for asked in [client.ask(Verb.LEAVE, [who], once=True) for client in self.clients]:
+            asked.wait(timeout_s)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for client in self.clients:
+            client.close()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def push(self, name: str, grad: Tensor | None, step: int) -> None:
+        """Send a gradient, flat and already multiplied by this worker's share, with those that travel with it.
+
+        It must not change until the model of the next step is there. None: there is no gradient.
+        """
+        self._grads[name] = grad
+        self._order.setdefault(name, len(self._order))
+        for way in self._of[name]:
+            way.came.add(name)
+            if len(way.came) == len({part.name for part in way.bundle}):
+                way.came.clear()
+                self._send(way, step)
+
+    def _send(self, way: _Way, step: int) -> None:
+        words: list[memoryview] = []
+        for part in way.bundle:
+            grad = self._grads[part.name]
+            if grad is not None:
+                words += map(raw, self._words(part, grad[part.start : part.stop], step))
+            elif self.compression.lossless:
+                words.append(memoryview(b""))
+        head = memoryview(PUSH.pack(self.worker, way.number, step))
+        self.clients[way.server].ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way))
+        if way.server != self.near:
+            self.sent_bytes += sum(len(word) for word in words)
 
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
         """What goes to the server: the gradient itself, or what a compressor says about it."""
@@ -88,27 +190,66 @@ class Servers:
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
         return said(self.compression, piece, self.state, ctx)
 
-    def commit(self, share: float, hyper: Hyper, timeout_s: float) -> list[bool]:
-        """The step's gradients are all there. Returns, server by server, whether they were accepted."""
-        for each in self._on_their_way:
-            each.wait(timeout_s)
-        self._on_their_way = []
-        head, numbers = memoryview(COMMIT.pack(self.worker, share)), memoryview(json.dumps(hyper).encode())
-        asked = [client.ask(Verb.COMMIT, [head, numbers], once=True) for client in self.clients]
-        return [bool(each.wait(timeout_s)[0][0]) for each in asked]
+    def _urgency(self, way: _Way) -> int:
+        """Lower goes first: what backward finishes last."""
+        return -max(self._order.get(part.name, 0) for part in way.bundle) if self.urgent else 0
 
-    def pull(self, model: Mapping[str, Tensor]) -> Pulled:
+    def begin(
+        self, step: int, share: float, hyper: Hyper, buffers: Sequence[Tensor] = (), *, leave: bool = False
+    ) -> None:
+        """Gradients of a step will come, to be used with these numbers and, by worker 0, these buffers."""
+        head = memoryview(BEGIN.pack(self.worker, step, share, leave))
+        numbers = memoryview(json.dumps(hyper).encode())
+        blob = [memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))] if buffers else []
+        self._begun = [
+            client.ask(Verb.BEGIN, [head, numbers, *(blob if not server else [])], once=True, priority=AT_ONCE)
+            for server, client in enumerate(self.clients)
+        ]
+        self.steps += 1
+
+    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pulled:
         """Ask for the model, which comes into the memory of these flat tensors once this worker may go on."""
-        replies, versions = [], []
-        for client, ranges in zip(self.clients, self.ranges, strict=True):
-            versions.append(bytearray(VERSION.size))
-            into = [memoryview(versions[-1]), *(raw(model[part.name][part.start : part.stop]) for part in ranges)]
-            replies.append(client.ask(Verb.PULL, [self._who], into=into))
-        return Pulled(replies, versions)
+        self._model = model
+        replies: dict[str, list[Pending]] = {name: list(self._begun) for name in self._of}
+        first = bytearray(PULLED.size)
+        for way in self.ways:
+            about = first if way is self.ways[0] else bytearray(PULLED.size)
+            into = [memoryview(about), *(raw(model[part.name][part.start : part.stop]) for part in way.bundle)]
+            head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
+            asked = self.clients[way.server].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
+            for name in {part.name for part in way.bundle}:
+                replies[name].append(asked)
+        waits = None
+        if buffers:
+            head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
+            into = [raw(buffer) for buffer in buffers]
+            waits = self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
+        return Pulled(replies, first, waits)
 
-    def leave(self, timeout_s: float) -> None:
-        """This worker has all it needs."""
-        for asked in [client.ask(Verb.LEAVE, [self._who], once=True) for client in self.clients]:
-            asked.wait(timeout_s)
-        for client in self.clients:
-            client.close()
+
+# --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------
+
+
+def cut_state(state: Mapping[str, Any], part: Range, spec: Spec) -> dict[str, Any]:
+    """A range's share of what is remembered about a parameter: tensors of its shape are cut, all else is alike."""
+    if part.numel == spec.numel:
+        return dict(state)
+    alike = torch.Size(spec.shape)
+    return {
+        name: each.reshape(-1)[part.start : part.stop] if isinstance(each, Tensor) and each.shape == alike else each
+        for name, each in state.items()
+    }
+
+
+def joined_state(pieces: Sequence[tuple[Range, dict[str, Any]]], spec: Spec) -> dict[str, Any]:
+    """The opposite."""
+    ordered = sorted(pieces, key=lambda piece: piece[0].start)
+    first_range, first = ordered[0]
+    if len(ordered) == 1:
+        return first
+    return {
+        name: torch.cat([known[name] for _, known in ordered]).view(spec.shape)
+        if isinstance(each, Tensor) and each.shape == (first_range.numel,)
+        else each
+        for name, each in first.items()
+    }

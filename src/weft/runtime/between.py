@@ -32,6 +32,7 @@ from weft.runtime.saving import (
     expect_clearing,
     open_saved,
     put_back,
+    put_back_followers,
     put_back_reading,
     put_back_workers,
     strangers,
@@ -39,7 +40,7 @@ from weft.runtime.saving import (
 from weft.runtime.turns import Turns
 from weft.store.checkpoint import Policy, tidy
 from weft.strategy import Strategy
-from weft.transport.collective import Processes
+from weft.transport.collective import Layout, Processes
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +77,8 @@ class BetweenSteps:
         self._saved: Saved | None = None
         self._job: dict[str, Any] = {}
         self._known = False
-
-    def forgo(self, why: str) -> None:
-        """Save nothing in this run, and resume nothing; who asked for it is told."""
-        if self.resume is not None or (self.asked_for is not None and self.asked_for.every):
-            raise UserError(f"{why}; say --save-every 0, and start anew")
-        log.warning("%s", why)
-        self.policy = Policy(every=0)
+        self.left = False
+        """Whether this process leaves because it was asked to, and what it was asked to save is saved."""
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +127,12 @@ class BetweenSteps:
                 raise UserError(what)
             log.warning("%s", what)
             return
-        self._saving = Saving(root, layout, self.policy, token, self.timeout_s)
+        if self.parts.served is not None and not self.strategy.synchrony.everyone:
+            if layout.process > 0:
+                return  # workers are at different steps, and each would have to be waited for: worker 0 saves
+            layout = Layout(workers=1)
+        writers = 1 if self.parts.served is not None else None
+        self._saving = Saving(root, layout, self.policy, token, self.timeout_s, writers)
         usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask)
@@ -140,6 +141,8 @@ class BetweenSteps:
         self.asked = True
         if self.parts.gradients is not None:
             self.parts.gradients.guard.asked = True
+        if self.parts.served is not None:
+            self.parts.served.asked = True
 
     def _say(self, saved: Saved, recorder: Recorder | None) -> None:
         """Leave word of it in the run folder, and on the terminal."""
@@ -164,7 +167,10 @@ class BetweenSteps:
     def resumed(self, epoch: Epoch) -> None:
         saved = self._saved
         if saved is not None and epoch.number == saved.common["epoch"]:
-            put_back(self.parts, saved)
+            if self.parts.served is None:
+                put_back(self.parts, saved)
+            else:  # the servers have the model, and it is theirs
+                put_back_followers(self.parts, saved)
             put_back_workers(self.parts, saved, self.strategy)
             self._saved = None
 
@@ -172,12 +178,13 @@ class BetweenSteps:
         if self._saving is None or not self.policy.every:
             return
         self._look_around()
-        gradients = self.parts.gradients
-        leaving = gradients.guard.leaving if gradients is not None else self.asked
+        gradients, served = self.parts.gradients, self.parts.served
+        leaving = gradients.guard.leaving if gradients else served.leaving if served else self.asked
         if leaving or self.enough() or self.policy.due(self.turns.step):
             self.save(epoch)
         if leaving:
             self._saving.finish()
+            self.left = True
             raise SystemExit(LEFT)
 
     def _look_around(self) -> None:

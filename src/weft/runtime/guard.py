@@ -61,7 +61,7 @@ class Guard:
         if self._unasked(bucket.flat):
             self._unread.note(rank, members, [piece.grad for piece in bucket.pieces])
             return
-        if fine or (fine is None and _finite(bucket.flat)):
+        if fine or (fine is None and finite(bucket.flat)):
             return
         for index, piece in zip(members, bucket.pieces, strict=True):
             if not torch.isfinite(piece.grad).all():
@@ -87,7 +87,7 @@ class Guard:
         return bool(self._unread.zeroed)
 
     def _look(self, members: Sequence[int], bucket: Bucket) -> bool:
-        if _finite(bucket.flat):
+        if finite(bucket.flat):
             return True
         for index, piece in zip(members, bucket.pieces, strict=True):
             if not torch.isfinite(piece.mean).all():
@@ -175,7 +175,7 @@ def hashed(params: Sequence[Tensor]) -> int:
     return whole + 1  # 0 stands for none
 
 
-def _finite(flat: Tensor | None) -> bool:
+def finite(flat: Tensor | None) -> bool:
     """Whether there can be no NaN or infinity, in one pass at the speed of memory. Where it says no, look closer."""
     assert flat is not None, "a bucket that is exchanged lies in one piece"
     return bool(torch.isfinite(_total(flat)))

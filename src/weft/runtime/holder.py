@@ -22,16 +22,16 @@ from weft.topology.direct import add_tree
 class Update(Protocol):
     """Makes one update of the model with gradients that are in the order of its tensors."""
 
-    def __call__(self, grads: Sequence[Tensor]) -> None: ...
+    def __call__(self, grads: Sequence[Tensor | None]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One worker's gradients of one step, each multiplied by `share`."""
+    """One worker's gradients of one step, each multiplied by `share`; None: it has none for that tensor."""
 
     worker: int
     share: float
-    grads: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
 
 
 @dataclass
@@ -86,14 +86,12 @@ class Holder:
         worker = mine.worker
         self.clocks[worker] += 1
         staleness = self.version - self.reads[worker]
-        fitted = [
-            self.synchrony.correct(grad, now, read, staleness)
-            for grad, now, read in zip(mine.grads, self.model, self._read.get(worker, self.model), strict=True)
-        ]
-        grads = [grad for grad in fitted if grad is not None]
-        if len(grads) < len(fitted):
-            return False
-        self.round.append(Contribution(worker, mine.share, grads))
+        fitted: list[Tensor | None] = []
+        for grad, now, read in zip(mine.grads, self.model, self._read.get(worker, self.model), strict=True):
+            fitted.append(None if grad is None else self.synchrony.correct(grad, now, read, staleness))
+            if grad is not None and fitted[-1] is None:
+                return False
+        self.round.append(Contribution(worker, mine.share, fitted))
         self.updated(worker, staleness)
         self.close()
         return True
@@ -121,14 +119,21 @@ class Holder:
         self.gone.discard(worker)
 
 
-def mean(rows: Sequence[Contribution], workers: int) -> list[Tensor]:
-    """The mean of contributions that are weighed already: their sum, where all are there."""
+def mean(rows: Sequence[Contribution], workers: int) -> list[Tensor | None]:
+    """The mean of contributions that are weighed already: their sum, where all are there.
+
+    Who has no gradient for a tensor counts as zero; where nobody has one there is none.
+    """
     ordered = sorted(rows, key=lambda row: row.worker)
     whole = [row.worker for row in ordered] == list(range(workers))
     total = 1.0 if whole else sum(row.share for row in ordered)
-    sums = []
+    sums: list[Tensor | None] = []
     for each in zip(*(row.grads for row in ordered), strict=True):
-        sums.append(add_tree({(i, i + 1): grad for i, grad in enumerate(each)}, 0, len(each)))
-    if whole:
-        return sums
-    return [torch.zeros_like(grad) if total == 0 else grad / total for grad in sums]
+        like = next((grad for grad in each if grad is not None), None)
+        if like is None:
+            sums.append(None)
+            continue
+        leaves = {(i, i + 1): torch.zeros_like(like) if grad is None else grad for i, grad in enumerate(each)}
+        added = add_tree(leaves, 0, len(each))
+        sums.append(added if whole else torch.zeros_like(added) if total == 0 else added / total)
+    return sums

@@ -56,6 +56,8 @@ class Launch:
     """How many processes carry the workers, in all; None: one each."""
     servers: int = 0
     """Processes beside them that keep the model, where the strategy has such."""
+    forgoes: bool = False
+    """Whether the others go on where a worker dies: nobody waits for everyone."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
@@ -75,7 +77,7 @@ class Launch:
     grace_s: float = 0.0
     """How long the processes may take to save and leave when the launcher is asked to end."""
     seats: tuple[Seat, ...] = ()
-    """One for each process, where they sit on hosts of their own; empty: all of them here."""
+    """One for each process, servers last, where they sit on hosts of their own; empty: all of them here."""
     module: str = "weft.runtime.child"
     """What each process runs; it is given the job and its arguments."""
 
@@ -154,6 +156,7 @@ class LeftError(WeftError):
 class _Child:
     rank: int
     process: subprocess.Popen[bytes]
+    server: bool = False
     rest: dict[int, bytes] = field(default_factory=dict)
     ended: bool = False
 
@@ -169,10 +172,12 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
         finally:
             os.close(progress_in)
         with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
-            _attend(children, pipe, on_line, on_progress)
+            _attend(children, pipe, on_line, on_progress, spec.forgoes)
         if asked.is_set():
             saved = all(child.process.poll() in (0, LEFT) for child in children)
             raise LeftError("stopped, after it was saved" if saved else "stopped, before it could be saved")
+        if spec.forgoes and all(child.process.poll() == 0 for child in children if child.server):
+            return  # the servers saw everyone leave, or go
         _judge(children, folder)
 
 
@@ -249,7 +254,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             start_new_session=True,
             pass_fds=[progress] if rank == 0 else [],
         )
-        yield _Child(rank, process)
+        yield _Child(rank, process, local >= here)
 
 
 @contextmanager
@@ -291,8 +296,9 @@ def _attend(
     progress: IO[bytes],
     on_line: Callable[[int, str], None],
     on_progress: Callable[[dict[str, Any]], None],
+    forgoes: bool = False,
 ) -> None:
-    """Relay output until every process has ended, or one has failed."""
+    """Relay output until every process has ended, or one has failed that the others cannot go on without."""
     pipes = selectors.DefaultSelector()
     told = b""
     pipes.register(progress, selectors.EVENT_READ, None)
@@ -314,7 +320,10 @@ def _attend(
                 _relay(speaker, key.fd, chunk, on_line)
         for child in children:
             child.ended = child.ended or child.process.poll() is not None
-        if any(child.process.returncode not in (None, 0, LEFT) for child in children):
+        failed = [child for child in children if child.process.returncode not in (None, 0, LEFT)]
+        if forgoes and any(child.process.poll() is None for child in children if not child.server):
+            failed = [child for child in failed if child.server]
+        if failed:
             time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
             _drain(children, pipes, on_line)
             return
@@ -335,7 +344,7 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
         asked.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
-            if child.process.poll() is None:
+            if child.process.poll() is None and not child.server:  # servers leave when all workers have
                 child.process.send_signal(signal.SIGTERM)
 
     def over(*_: Any) -> None:

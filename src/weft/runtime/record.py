@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from torch import Tensor
 
@@ -32,12 +32,19 @@ _FLUSH_S = 1.0
 _TRACED_STEPS = 30
 
 
+class Sender(Protocol):
+    """Whoever puts gradients on the wire."""
+
+    sent_bytes: float
+
+
 class Watch:
     """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
 
     def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
         self.clock, self.recorder = clock, recorder
         self.engine: Engine | None = None
+        self.sender: Sender | None = None
         self.values: Values = {}
         self._handed_over = False
         self.waited: list[tuple[Stamp, Stamp]] = []
@@ -52,7 +59,7 @@ class Watch:
         self.late, self.late_updates = self.waited, self.updates
         """What the loop waits for from now on may still belong to the step that has just been handed over."""
         self.waited, self.updates = [], []
-        self._bytes = self.engine.transport.sent_bytes if self.engine else 0.0
+        self._bytes = self.sender.sent_bytes if self.sender else 0.0
 
     def log(self, values: dict[str, Any], share: float) -> None:
         """Values of the present step, from a worker with this share of its samples."""
@@ -110,7 +117,7 @@ class Watch:
             return
         ended = self.clock.stamp()
         spans = self.engine.spans if self.engine else Spans()
-        sent = self.engine.transport.sent_bytes - self._bytes if self.engine else 0.0
+        sent = self.sender.sent_bytes - self._bytes if self.sender else 0.0
         stamps = {
             "forward": list(zip(self.forward[::2], self.forward[1::2], strict=False)),
             "backward": self.backward,

@@ -31,6 +31,7 @@ from weft.errors import JobError, LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.gradients import Gradients
 from weft.runtime.reading import Epoch, Reading, process_draws, set_process_draws
+from weft.runtime.served import Served
 from weft.runtime.turns import Turns
 from weft.store.checkpoint import Manifest, Policy, aside, contribute, load, prune, publish, read_manifest
 from weft.store.plain import plain, value
@@ -54,6 +55,7 @@ class Parts:
     turns: Turns
     reading: Reading
     gradients: Gradients | None = None
+    served: Served | None = None
 
     @property
     def stateful(self) -> list[Any]:
@@ -107,6 +109,8 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
 def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     """What each carried worker has for itself."""
     states = parts.gradients.engine.states if parts.gradients else [{} for _ in parts.turns.ranks]
+    if parts.served is not None:
+        states = [parts.served.asking.state]
     streams, generators = parts.turns.streams(), [each.get_state() for each in parts.generators]
     process = {"process": process_draws(), "generators": generators, "epochs": parts.reading.draws()}
     return {
@@ -168,10 +172,13 @@ def shares(tensors: Mapping[str, Tensor], processes: int) -> list[dict[str, Tens
 
 
 class Saving:
-    """Writes checkpoints of one run beside its training."""
+    """Writes checkpoints of one run beside its training. The first `writers` processes write what all have alike."""
 
-    def __init__(self, root: Path, layout: Layout, policy: Policy, token: str, timeout_s: float) -> None:
+    def __init__(
+        self, root: Path, layout: Layout, policy: Policy, token: str, timeout_s: float, writers: int | None = None
+    ) -> None:
         self.root, self.layout, self.policy, self.token, self.timeout_s = root, layout, policy, token, timeout_s
+        self.writers = writers if writers is not None else layout.processes
         self.last = -1
         """The step of the latest save."""
         self._copies: dict[str, Tensor] = {}
@@ -192,10 +199,11 @@ class Saving:
     def _share(self, parts: Parts, epoch: Epoch | None) -> tuple[dict[str, dict[str, Tensor]], Any, Any]:
         """This process's files and its workers' state, and the common state as process 0 writes it down."""
         tensors: dict[str, Tensor] = {}
-        whole = {key: plain(part, key, tensors) for key, part in common_state(parts, epoch).items()}
-        me, n = self.layout.process, self.layout.processes
+        me, n = self.layout.process, self.writers
+        common = common_state(parts, epoch) if me < n else {}
+        whole = {key: plain(part, key, tensors) for key, part in common.items()}
         files: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in shares(tensors, n)[me].items():
+        for name, tensor in shares(tensors, n)[me].items() if me < n else ():
             kind, _, key = name.partition("/")
             files.setdefault(f"{kind}-{me}-of-{n}.safetensors", {})[key] = self._copied(name, tensor)
         own = {}
@@ -254,6 +262,7 @@ def open_saved(folder: Path, layout: Layout) -> Saved:
     """Read what this process needs of a checkpoint."""
     manifest = read_manifest(folder)
     heirs = [rank for rank in range(manifest.workers) if rank % layout.workers in layout.carried()]
+    heirs = [rank for rank in heirs if f"worker-{rank}" in manifest.state]
     names = [f"worker-{rank}" for rank in heirs]
     tensors = load(folder, manifest, ["model", "buffers", "optimizer", "followers", *names])
     try:
@@ -292,7 +301,13 @@ def put_back(parts: Parts, saved: Saved) -> None:
         parts.optimizer.load_state_dict(_cloned(common["optimizer"]))
         if len(common["followers"]) != len(parts.stateful):
             raise ValueError(f"{len(common['followers'])} things step along there, {len(parts.stateful)} here")
-        for follower, state in zip(parts.stateful, common["followers"], strict=True):
+    put_back_followers(parts, saved)
+
+
+def put_back_followers(parts: Parts, saved: Saved) -> None:
+    """Make what steps along what it was."""
+    with _fitting(saved):
+        for follower, state in zip(parts.stateful, saved.common["followers"], strict=True):
             follower.load_state_dict(_cloned(state))
         parts.turns.step = saved.manifest.step
 
@@ -309,6 +324,8 @@ def put_back_workers(parts: Parts, saved: Saved, strategy: Strategy) -> None:
                 {name: {key: kept.to(engine.device) for key, kept in own.items()} for name, own in state.items()}
                 for state in memory
             ]
+        if parts.served is not None:
+            parts.served.asking.state = _memory(saved, turns.rank, turns.workers, strategy)
         turns.set_streams([_cloned(workers[rank]["draws"]) if rank in workers else None for rank in turns.ranks])
         if turns.ranks[0] in workers:
             first = workers[turns.ranks[0]]

@@ -3,7 +3,7 @@
     run = weft.init()                                      this is a ServerRun, in a process that carries no worker
     model, optimizer = run.distribute(model, optimizer)    never returns: it serves until every worker has left
 
-So a server's optimizer is whatever the job has, with nothing sent but numbers. `Served` is the workers' side of it.
+So a server's optimizer is whatever the job has, with nothing sent but numbers. The workers' side is in `served`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import queue
 import random
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,38 +20,49 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError, PeerLost, UserError
+from weft.numerics import Lamb, Lars
 from weft.ops import Spec
-from weft.runtime.asking import Servers
-from weft.runtime.serving import Loss, ParameterServer, hyper, shard_optimizer
-from weft.runtime.turns import Turns
+from weft.runtime.allocator import keep_memory
+from weft.runtime.serving import Kept, Loss, ParameterServer, part_optimizer
 from weft.runtime.world import World
 from weft.strategy import Strategy
-from weft.topology._shards import Range, shards
-from weft.transport.messaging import Client, Key
+from weft.topology._shards import Bundle, bundles, shards
+from weft.transport.messaging import Key
 
 log = logging.getLogger(__name__)
 
 _ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 _ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
+_ELEMENTWISE |= {torch.optim.Rprop, torch.optim.ASGD}
 """Optimizers that treat every value by itself, so that a parameter may be cut."""
+_BY_PARAMETER = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+_BY_PARAMETER |= {Lamb, Lars}
 
 
-def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Range]]:
+def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Bundle]]:
     """Which server keeps what. Parameters stay whole where the optimizer or the compressor looks at all of one."""
-    whole = type(optimizer) not in _ELEMENTWISE or not strategy.compression.lossless
-    return shards(trained(model), servers, whole=whole)
+    specs = trained(model)
+    alone = not strategy.compression.lossless
+    least, most = strategy.schedule.key_bytes
+    whole = alone or type(optimizer) not in _ELEMENTWISE
+    found = shards(specs, servers, whole=whole)
+    if not all(found):
+        raise UserError(
+            f"{servers} servers, but only {sum(map(bool, found))} of them would have anything to keep; use fewer"
+        )
+    return [bundles(each, specs, least=least, most=None if whole else most, alone=alone) for each in found]
 
 
 def trained(model: nn.Module) -> list[Spec]:
     return [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def refuse(model: nn.Module, world: World) -> None:
+def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """What servers cannot train yet, or could train wrong."""
-    if any(True for _ in model.buffers()):
+    if type(optimizer) not in _ELEMENTWISE | _BY_PARAMETER:
         raise UserError(
-            "the model has buffers (BatchNorm?), which servers do not keep yet; use LayerNorm or GroupNorm, or another "
-            "topology, such as direct"
+            f"{type(optimizer).__name__} may look at several parameters at once, which servers step one by one; use "
+            "another optimizer, or another topology, such as direct"
         )
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise UserError("parameter servers train on CPUs so far; use --device cpu, or another topology, such as direct")
@@ -75,30 +84,25 @@ class ServerRun:
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False) -> NoReturn:
         """Serve until every worker has left, and leave."""
-        refuse(model, self.world)
+        refuse(model, optimizer, self.world)
         assert self.world.server is not None, "a server's process"
-        index, servers = self.world.server, self.strategy.topology.beside(self.workers)
-        named = {spec.name: spec for spec in trained(model)}
-        flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
-        ranges = divided(model, optimizer, self.strategy, servers)[index]
-        parts = [nn.Parameter(flat[part.name][part.start : part.stop].clone()) for part in ranges]
-        of: dict[Tensor, list[Tensor]] = {}
-        for part, own in zip(ranges, parts, strict=True):
-            of.setdefault(model.get_parameter(part.name), []).append(own)
+        keep_memory()
+        index, homes = self.world.server, self.strategy.topology.homes(self.workers)
+        mine = divided(model, optimizer, self.strategy, len(homes))[index]
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         server = ParameterServer(
-            ("127.0.0.1", 0),
+            (self.world.address(), 0),
             Key.read(Path(self.world.key_file)),
             synchrony=self.strategy.synchrony,
             compression=self.strategy.compression,
-            specs=[part.spec(named[part.name]) for part in ranges],
-            parts=parts,
-            optimizer=shard_optimizer(optimizer, of),
+            kept=[keep(bundle, model, optimizer) for bundle in mine],
             workers=self.workers,
             seed=self.seed,
+            encrypted=self.world.encrypts(self.strategy.topology),
+            buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
             lost=losses.put,
         )
-        _say_where(Path(self.world.meeting) / f"server-{index}", server.address)
+        self.world.announce(index, server.address)
         while not server.over.wait(0.1):
             if not losses.empty():
                 self._lost(losses.get())
@@ -118,126 +122,13 @@ class ServerRun:
         raise LoopError(f"run.{name} was used before run.distribute(), which servers do not come past; move it below")
 
 
-class Served:
-    """A worker among servers: gradients leave as backward finishes them, and `step` brings the new model."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        strategy: Strategy,
-        turns: Turns,
-        world: World,
-        seed: int,
-        timeout_s: float,
-    ) -> None:
-        refuse(model, world)
-        self.optimizer, self.turns, self.timeout_s, self.synchrony = optimizer, turns, timeout_s, strategy.synchrony
-        servers = strategy.topology.beside(world.workers)
-        ranges = divided(model, optimizer, strategy, servers)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names = list(named)
-        self.flat = {name: _flat(name, p) for name, p in named.items()}
-        key, who = Key.read(Path(world.key_file)), f"worker {turns.rank}"
-        most = 4 * max(sum(part.numel for part in each) for each in ranges) * 2 + (1 << 20)
-        clients = [
-            Client(_where(Path(world.meeting) / f"server-{index}", timeout_s), key, who, most_bytes=most)
-            for index in range(servers)
-        ]
-        specs = {spec.name: spec for spec in trained(model)}
-        self.asking = Servers(turns.rank, clients, ranges, specs, strategy.compression, seed)
-        self.asking.join(self.flat, timeout_s)
-        self.asking.pull(self.flat).wait(timeout_s)
-        self.pushed: set[str] = set()
-        self.local = False  # gradients from `accumulate` are waiting
-        for name, p in named.items():
-            p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
-
-    def _arrived(self, name: str, param: Tensor) -> None:
-        grad = param.grad
-        assert grad is not None
-        if self.turns.accumulating:
-            self.turns.accumulated()
-            self.local = True
-            return
-        if name in self.pushed:
-            raise LoopError(
-                "backward ran twice before step(), and the servers have the first gradient already; put all but the "
-                "last backward into `with run.accumulate():`"
-            )
-        if not self.pushed:
-            self.turns.begin_backward()
-            if self.local:
-                self.turns.accumulated()
-            torch.autograd.Variable._execution_engine.queue_callback(self.turns.next)
-        if grad.is_sparse or not bool(torch.isfinite(grad).all()):
-            what = "sparse" if grad.is_sparse else "not finite"
-            raise LoopError(f"the gradient of {name} is {what} at step {self.turns.step + 1}; servers cannot use that")
-        self.asking.push({name: grad.reshape(-1).mul_(self.turns.share)}, self.turns.step)
-        self.pushed.add(name)
-        param.grad = Away.of(grad)
-
-    def step(self) -> None:
-        """The servers step; returns when this worker may go on, with the model that it goes on with."""
-        missing = next((name for name in self.names if name not in self.pushed), None)
-        if missing is not None:
-            raise LoopError(f"{missing} had no gradient at step {self.turns.step + 1}, which servers cannot skip yet")
-        self.pushed, self.local = set(), False
-        numbers = hyper(self.optimizer)
-        for group in numbers:
-            if isinstance(momentum := group.get("momentum"), float):
-                group["momentum"] = self.synchrony.momentum(momentum, self.turns.workers)
-        self.asking.commit(self.turns.share, numbers, self.timeout_s)
-        self.asking.pull(self.flat).wait(self.timeout_s)
-
-    def close(self) -> None:
-        self.asking.leave(self.timeout_s)
-
-
-class Away(Tensor):
-    """A gradient that has gone to the servers: whoever touches it would see this worker's share alone."""
-
-    @staticmethod
-    def of(grad: Tensor) -> Tensor:
-        away: Tensor = grad.as_subclass(Away)
-        return away
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise LoopError(
-            "a gradient was touched that has gone to the servers, where it becomes part of the mean; clipping and "
-            "scaling between backward() and step() are not built for servers yet"
-        )
-
-
-_HARMLESS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
-
-
-def _flat(name: str, param: Tensor) -> Tensor:
-    if not param.is_contiguous():
-        raise UserError(f"{name} does not lie in one piece of memory; call .contiguous() on it before run.distribute()")
-    return param.detach().view(-1)
-
-
-def _say_where(file: Path, address: tuple[str, int]) -> None:
-    part = file.with_suffix(".part")
-    part.write_text("{}:{}".format(*address))
-    part.rename(file)
-
-
-def _where(file: Path, timeout_s: float) -> tuple[str, int]:
-    """A server's address, once it is there."""
-    until = time.monotonic() + timeout_s
-    while not file.exists():
-        if time.monotonic() > until:
-            raise PeerLost(f"{file.name} did not come up within {timeout_s:g} s; its own message says why")
-        time.sleep(0.02)
-    host, _, port = file.read_text().rpartition(":")
-    return host, int(port)
+def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:
+    """A bundle's parts of the model, in memory of their own, and their part of the optimizer."""
+    named = dict(model.named_parameters())
+    specs = {spec.name: spec for spec in trained(model)}
+    parts: dict[Tensor, Tensor] = {}
+    for part in bundle:
+        values = named[part.name].detach().reshape(-1)[part.start : part.stop]
+        parts[named[part.name]] = nn.Parameter(values.clone().view(part.spec(specs[part.name]).shape))
+    stepper, groups = part_optimizer(optimizer, parts)
+    return Kept([part.spec(specs[part.name]) for part in bundle], list(parts.values()), stepper, groups)

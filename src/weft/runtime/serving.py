@@ -1,64 +1,41 @@
-"""A parameter server: a share of the model, its optimizer, and answers to workers over messages.
+"""A parameter server: a share of the model, its optimizer, and answers to workers over messages (`verbs`).
 
-    JOIN    worker; replies its step, and        it takes part from here on
-            whether there is a model
-    SET     worker, part; values                 what the model starts from, by worker 0
-    PUSH    worker, part, step; what it said     one part's gradient of the step under way, compressed
-    COMMIT  worker, share; hyper-parameters      the step's gradients are all there; replies whether they were accepted
-    PULL    worker; replies version, model       answered once the worker may start its next step
-    LEAVE   worker                               it has all it needs, and nobody waits for it any more
+What travels together is updated together, and by itself: each bundle has rounds of its own, so that the last layers'
+are updated and on their way back while the first layers' gradients are still to come.
 
-Pushes, commits, joins and leaves count once, however often links break. One thread serves; the messages' own thread
+Pushes, joins and leaves count once, however often links break. One thread serves; the messages' own thread
 only hands requests over.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
 import json
 import logging
 import queue
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from weft.compression import Compressor, Context, Piece
 from weft.ops import Spec
 from weft.runtime.holder import Contribution, Holder
 from weft.runtime.pushing import heard
+from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
+from weft.runtime.verbs import packed as packed_state
+from weft.runtime.verbs import unpacked as unpacked_state
 from weft.synchrony import Synchrony
 from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Request, Server
 
 log = logging.getLogger(__name__)
-
-
-class Verb(enum.IntEnum):
-    """What workers ask of servers."""
-
-    JOIN = 1
-    PUSH = 2
-    COMMIT = 3
-    PULL = 4
-    LEAVE = 5
-    SET = 6
-
-
-WHO = struct.Struct("!I")
-PART = struct.Struct("!IIQ")
-COMMIT = struct.Struct("!Id")
-VERSION = struct.Struct("!Q")
-JOINED = struct.Struct("!Q?")
-
-Hyper = list[dict[str, float | list[float]]]
-"""An optimizer's numbers, group by group."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +46,80 @@ class Loss:
     reason: str
 
 
-class ParameterServer:
-    """Serves one share of a model until closed.
+@dataclass(frozen=True)
+class Kept:
+    """A bundle as a server keeps it: tensors, what each is to a compressor, and what steps them in place."""
 
-    `parts` are flat tensors that `optimizer` steps, in place; `specs` say what each is to a compressor.
-    """
+    specs: Sequence[Spec]
+    parts: Sequence[Tensor]
+    optimizer: Optimizer | None
+    """None: nobody steps these."""
+    groups: Sequence[int] = (0,)
+    """Which of the job's groups of parameters its own groups are."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        for part, grad in zip(self.parts, grads, strict=True):
+            part.grad = grad
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def set_numbers(self, hyper: Hyper) -> None:
+        """The hyper-parameters of the step that is about to be taken."""
+        if self.optimizer is None:
+            return
+        for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):
+            known = {name: value for name, value in hyper[number].items() if name in group}
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+
+    def state(self) -> list[Any]:
+        """What the optimizer remembers of each part."""
+        return [dict(self.optimizer.state.get(part, {})) if self.optimizer else {} for part in self.parts]
+
+    def set(self, values: Sequence[Tensor], state: Sequence[dict[str, Any]]) -> None:
+        for part, given, known in zip(self.parts, values, state, strict=True):
+            part.detach().copy_(given.view(part.shape))
+            if known and self.optimizer is not None:
+                self.optimizer.state[part] = known
+
+
+class _Open:
+    """A bundle's rounds: what has arrived, and who waits for what."""
+
+    def __init__(self, kept: Kept, holder: Holder) -> None:
+        self.kept, self.holder = kept, holder
+        self.arrived: dict[int, tuple[int, list[Tensor | None], Request]] = {}
+        """By worker: a step's gradients, where word of the step is still to come."""
+        self.done = [0] * holder.workers
+        """Steps of each worker that count, since it joined."""
+        self.waiting: dict[int, tuple[Request, int, int]] = {}
+        self.used: list[Request] = []
+        """Pushes whose memory the present round still needs."""
+        self._snapshot: tuple[int, list[memoryview]] | None = None
+
+    def release(self) -> None:
+        """Give back the memory of pushes, once the round that they were part of is over."""
+        if not self.holder.round:
+            for push in self.used:
+                if push.keeps:
+                    push.release()
+            self.used = []
+
+    def snapshot(self, version: int) -> list[memoryview]:
+        """The values of a version. Where everyone waits for everyone, they stay until all have read them, and are sent
+        from where they are; elsewhere there is one copy for all who get this version."""
+        if self._snapshot is None or self._snapshot[0] != version:
+            parts = [part.detach() for part in self.kept.parts]
+            copies = parts if self.holder.synchrony.everyone else [part.clone() for part in parts]
+            self._snapshot = version, [raw(part) for part in copies]
+        return self._snapshot[1]
+
+
+class ParameterServer:
+    """Serves one share of a model until closed."""
 
     def __init__(
         self,
@@ -82,31 +128,33 @@ class ParameterServer:
         *,
         synchrony: Synchrony,
         compression: Compressor,
-        specs: Sequence[Spec],
-        parts: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
+        kept: Sequence[Kept],
         workers: int,
         seed: int = 0,
         encrypted: bool = False,
+        buffers: int = 0,
         patience_s: float = 3.0,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
-        self.compression, self.specs, self.seed = compression, specs, seed
-        self.parts, self.optimizer, self._lost = parts, optimizer, lost
-        self.holder = Holder(synchrony, parts, workers, self._update, updated=self._updated)
+        self.compression, self.seed, self.workers, self._lost = compression, seed, workers, lost
+        self.synchrony = synchrony
         self.staleness: Counter[tuple[int, int]] = Counter()
         """How many contributions of each worker became part of an update so many updates late."""
-        self._grads = [[torch.zeros_like(part) for part in parts] for _ in range(workers)]
-        self._pushed: list[set[int]] = [set() for _ in range(workers)]
-        self._waiting: dict[int, Request] = {}
-        self._snapshot: tuple[int, memoryview] | None = None
+        self.bundles = [
+            _Open(each, Holder(synchrony, each.parts, workers, each.step, updated=self._updated)) for each in kept
+        ]
+        self._begun: dict[int, tuple[int, float, Hyper]] = {}
+        self._failed: dict[int, str] = {}
+        self._gone: set[int] = set()
         self._names: dict[str, int] = {}
         self._came: set[int] = set()
         self._set: set[int] = set()
+        self._told: dict[int, dict[int, tuple[Request, Any]]] = {}
+        self._buffers = _Buffers(buffers)
         self.over = threading.Event()
         """Set when every worker has been here, and has left again."""
         self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
-        most = max((part.numel() * part.element_size() for part in parts), default=0) + (1 << 20)
+        most = 6 * max((each.nbytes for each in kept), default=0) + buffers + (1 << 20)
         self._server = Server(
             address,
             key,
@@ -119,6 +167,11 @@ class ParameterServer:
         self.address = self._server.address
         self._thread = threading.Thread(target=self._serve, name="weft-server", daemon=True)
         self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """Updates of the first bundle."""
+        return self.bundles[0].holder.version
 
     def close(self) -> None:
         """Stop serving."""
@@ -136,140 +189,291 @@ class ParameterServer:
             try:
                 self._do(request)
             except Exception as error:  # whatever was asked, others are served
-                log.warning("a request of %s could not be served: %s", request.sender, error)
-                with suppress(RuntimeError):  # it may have been answered before
-                    request.refuse(f"that cannot be served: {error}")
+                self._cannot(request, f"that cannot be served: {error}")
+
+    def _cannot(self, request: Request, why: str) -> None:
+        """Say so, and to a worker whose gradients are lost by that also when it asks for what would come of them."""
+        log.warning("a request of %s: %s", request.sender, why)
+        with suppress(RuntimeError):  # it may have been answered before
+            request.refuse(why)
+        worker = self._names.get(request.sender)
+        if worker is None or request.verb not in (Verb.PUSH, Verb.BEGIN):
+            return
+        self._failed[worker] = why
+        for bundle in self.bundles:
+            if worker in bundle.waiting:
+                bundle.waiting.pop(worker)[0].refuse(why)
 
     def _do(self, request: Request) -> None:
+        head, parts = request.parts[0], request.parts[1:]
         match request.verb:
             case Verb.PUSH:
-                worker, part, step = PART.unpack(request.parts[0])
-                self._back(worker)
-                self._hear(worker, part, step, request.parts[1:])
-                request.reply()
-            case Verb.COMMIT:
-                worker, share = COMMIT.unpack(request.parts[0])
-                self._back(worker)
-                accepted = self._commit(worker, share, json.loads(bytes(request.parts[1])))
-                request.reply([memoryview(bytes([accepted]))])
-                self._answer_pulls()
+                worker, number, step = PUSH.unpack(head)
+                self._present(worker)
+                self._hear(worker, self._bundle(number), step, request)
+                request.reply(priority=AT_ONCE)
+                self._count(worker, self._bundle(number))
+            case Verb.BEGIN:
+                worker, step, share, leaving = BEGIN.unpack(head)
+                self._present(worker)
+                self._begun[worker] = step, share, json.loads(bytes(parts[0]))
+                self._buffers.offer(worker, parts[1:], leaving)
+                request.reply(priority=AT_ONCE)
+                for bundle in self.bundles:
+                    self._count(worker, bundle)
             case Verb.PULL:
-                (worker,) = WHO.unpack(request.parts[0])
-                self._back(worker)
-                self._give_up_waiting(worker)
-                self._waiting[worker] = request
-                self._answer_pulls()
+                worker, number, steps, urgency = PULL.unpack(head)
+                self._present(worker)
+                self._pull(worker, number, steps, urgency, request)
             case Verb.JOIN:
-                (worker,) = WHO.unpack(request.parts[0])
-                if not 0 <= worker < self.holder.workers:
-                    raise ValueError(f"there is no worker {worker}")
-                self._names[request.sender] = worker
-                self._pushed[worker] = set()
-                self._came.add(worker)
-                self.holder.join(worker)
-                self.holder.reads[worker] = -1
-                request.reply([memoryview(JOINED.pack(self.holder.clocks[worker], self._started))])
+                (worker,) = WHO.unpack(head)
+                request.reply([memoryview(JOINED.pack(self._join(worker, request.sender), self._started))])
+                self._answer_tellings()
             case Verb.SET:
-                worker, part, _ = PART.unpack(request.parts[0])
-                if self._started:
-                    raise ValueError("the model was set already")
-                self.parts[part].detach().copy_(torch.frombuffer(request.parts[1], dtype=self.parts[part].dtype))
-                self._set.add(part)
+                (number,) = BUNDLE.unpack(head)
+                self._start(number, parts)
                 request.reply()
-                self._answer_pulls()
+                self._answer_all()
+            case Verb.FETCH:
+                (number,) = BUNDLE.unpack(head)
+                request.reply(packed_state(self._bundle(number).kept.state()))
+            case Verb.TELL:
+                worker, number = TELL.unpack(head)
+                self._present(worker)
+                self._told.setdefault(number, {})[worker] = request, json.loads(bytes(parts[0]))
+                self._answer_tellings()
             case Verb.LEAVE:
-                (worker,) = WHO.unpack(request.parts[0])
-                self._back(worker)
-                self.holder.leave(worker)
+                (worker,) = WHO.unpack(head)
+                self._present(worker)
                 self._names.pop(request.sender, None)
                 request.reply()
-                self._answer_pulls()
-                if len(self._came) == self.holder.workers == len(self.holder.gone):
+                self._go(worker)
+                if len(self._came) == self.workers == len(self._gone):
                     self.over.set()
             case _:
                 request.refuse(f"a parameter server knows no request {request.verb}")
 
-    def _back(self, worker: int) -> None:
-        if not 0 <= worker < self.holder.workers:
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def _join(self, worker: int, name: str) -> int:
+        """A worker comes, or comes back: what was under way is forgotten. Returns the step it is at."""
+        if not 0 <= worker < self.workers:
             raise ValueError(f"there is no worker {worker}")
-        if worker in self.holder.gone:
-            self.holder.join(worker)
+        self._names[name] = worker
+        self._came.add(worker)
+        self._gone.discard(worker)
+        self._begun.pop(worker, None)
+        self._failed.pop(worker, None)
+        step = 0
+        for bundle in self.bundles:
+            bundle.arrived.pop(worker, None)
+            bundle.done[worker] = 0
+            self._give_up(bundle, worker)
+            bundle.holder.join(worker)
+            bundle.holder.reads[worker] = -1
+            step = max(step, bundle.holder.clocks[worker])
+        return step
 
-    def _hear(self, worker: int, part: int, step: int, words: Sequence[memoryview]) -> None:
-        out = self._grads[worker][part]
-        if self.compression.lossless:
-            (data,) = words
-            out.copy_(torch.frombuffer(data, dtype=out.dtype))
-        else:
-            piece = Piece(self.specs[part], torch.zeros_like(out), out)
-            heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
-        self._pushed[worker].add(part)
-
-    def _commit(self, worker: int, share: float, hyper: Hyper) -> bool:
-        missing = len(self.parts) - len(self._pushed[worker])
-        if missing:
-            raise ValueError(f"worker {worker} has not pushed {missing} of {len(self.parts)} parts")
-        self._pushed[worker] = set()
-        for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
-            known = {name: value for name, value in values.items() if name in group}
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
-        grads = [grad.clone() for grad in self._grads[worker]]
-        return self.holder.contribute(Contribution(worker, share, grads))
-
-    def _update(self, grads: Sequence[Tensor]) -> None:
-        for part, grad in zip(self.parts, grads, strict=True):
-            part.grad = grad
-        self.optimizer.step()
-
-    def _updated(self, worker: int, staleness: int) -> None:
-        self.staleness[worker, staleness] += 1
-
-    @property
-    def _started(self) -> bool:
-        """Whether the model has been given the values that it starts from."""
-        return len(self._set) == len(self.parts)
-
-    def _answer_pulls(self) -> None:
-        """Whoever may go on gets the model; all of one version get the same copy of it."""
-        if not self._started:
-            return
-        for worker in [worker for worker in self._waiting if self.holder.may_start(worker)]:
-            request = self._waiting.pop(worker)
-            version = self.holder.read(worker)
-            if self._snapshot is None or self._snapshot[0] != version:
-                self._snapshot = version, raw(torch.cat([part.detach().view(torch.uint8) for part in self.parts]))
-            request.reply([memoryview(VERSION.pack(version)), self._snapshot[1]])
-
-    def _give_up_waiting(self, worker: int) -> None:
-        """Whoever asks again is answered anew."""
-        if worker in self._waiting:
-            self._waiting.pop(worker).refuse("it was asked for anew, or its worker went away")
+    def _present(self, worker: int) -> None:
+        """Whoever asks is there, though its link may have been given up."""
+        if not 0 <= worker < self.workers:
+            raise ValueError(f"there is no worker {worker}")
+        if worker in self._gone:
+            self._gone.discard(worker)
+            for bundle in self.bundles:
+                bundle.holder.join(worker)
 
     def _leave(self, loss: Loss) -> None:
         """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
         worker = self._names.get(loss.name)
         if worker is None:
             return
-        self._give_up_waiting(worker)
-        if not self.holder.synchrony.everyone:  # else the run stops, and nothing is made of what is there
-            self.holder.leave(worker)
+        for bundle in self.bundles:
+            self._give_up(bundle, worker)
+        if not self.synchrony.everyone:  # else the run stops, and nothing is made of what is there
+            self._go(worker)
         self._lost(loss)
-        self._answer_pulls()
+
+    def _go(self, worker: int) -> None:
+        self._gone.add(worker)
+        for bundle in self.bundles:
+            bundle.holder.leave(worker)
+        self._answer_all()
+        self._answer_tellings()
+
+    def _give_up(self, bundle: _Open, worker: int) -> None:
+        """Whoever asks again is answered anew."""
+        if worker in bundle.waiting:
+            bundle.waiting.pop(worker)[0].refuse("it was asked for anew, or its worker went away")
+
+    def _answer_tellings(self) -> None:
+        """Everyone's values to everyone, where all who are there have told theirs."""
+        there = set(range(self.workers)) - self._gone
+        for number in [number for number, told in self._told.items() if there <= set(told)]:
+            told = self._told.pop(number)
+            rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self.workers)])
+            for request, _ in told.values():
+                request.reply([memoryview(rows.encode())])
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def _bundle(self, number: int) -> _Open:
+        if not 0 <= number < len(self.bundles):
+            raise ValueError(f"there is no bundle {number}")
+        return self.bundles[number]
+
+    def _start(self, number: int, parts: Sequence[memoryview]) -> None:
+        if self._started:
+            raise ValueError("the model was set already")
+        if number == BUFFERS:
+            self._buffers.set(parts)
+        else:
+            self._bundle(number).kept.set(*unpacked_state(parts))
+            self._set.add(number)
+
+    @property
+    def _started(self) -> bool:
+        """Whether the model has been given the values that it starts from."""
+        return len(self._set) == len(self.bundles)
+
+    def _hear(self, worker: int, bundle: _Open, step: int, push: Request) -> None:
+        """Understand a push. A gradient that is not there has no words; others stay where they came to."""
+        kept, words = bundle.kept, push.parts[1:]
+        grads: list[Tensor | None] = []
+        if self.compression.lossless:
+            for part, data in zip(kept.parts, words, strict=True):
+                grads.append(torch.frombuffer(data, dtype=part.dtype).view(part.shape) if len(data) else None)
+            push.keeps = True
+        elif not words:
+            grads.append(None)
+        else:
+            (part,), (spec,) = kept.parts, kept.specs
+            out = torch.zeros(part.numel(), dtype=part.dtype)
+            piece = Piece(spec, torch.zeros_like(out), out)
+            heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
+            grads.append(out.view(part.shape))
+        bundle.arrived[worker] = step, grads, push
+
+    def _count(self, worker: int, bundle: _Open) -> None:
+        """Let a worker's gradients count, if they are there and their step has begun."""
+        step, share, hyper = self._begun.get(worker, (-1, 0.0, []))
+        if worker not in bundle.arrived or bundle.arrived[worker][0] != step:
+            return
+        _, grads, push = bundle.arrived.pop(worker)
+        bundle.used.append(push)
+        bundle.kept.set_numbers(hyper)
+        version = bundle.holder.version
+        bundle.holder.contribute(Contribution(worker, share, grads))
+        bundle.done[worker] += 1
+        bundle.release()
+        if bundle is self.bundles[0]:
+            self._buffers.counted(worker, bundle.holder.version if bundle.holder.version > version else None)
+        self._answer(bundle)
+
+    def _pull(self, worker: int, number: int, steps: int, urgency: int, request: Request) -> None:
+        if number == BUFFERS:
+            self._buffers.ask(worker, request, steps)
+            self._answer(self.bundles[0])
+            return
+        if worker in self._failed:
+            request.refuse(self._failed[worker])
+            return
+        bundle = self._bundle(number)
+        self._give_up(bundle, worker)
+        bundle.waiting[worker] = request, steps, urgency
+        self._answer(bundle)
+
+    def _answer_all(self) -> None:
+        for bundle in self.bundles:
+            self._answer(bundle)
+
+    def _answer(self, bundle: _Open) -> None:
+        """Whoever may go on gets the bundle."""
+        if not self._started:
+            return
+        holder = bundle.holder
+        for worker, (request, steps, urgency) in list(bundle.waiting.items()):
+            if bundle.done[worker] >= steps and holder.may_start(worker):
+                del bundle.waiting[worker]
+                version = holder.read(worker)
+                about = PULLED.pack(version, self._buffers.leaving(version))
+                request.reply([memoryview(about), *bundle.snapshot(version)], priority=urgency)
+        if bundle is self.bundles[0]:
+            self._buffers.answer(lambda worker, steps: bundle.done[worker] >= steps and holder.may_start(worker))
+
+    def _updated(self, worker: int, staleness: int) -> None:
+        self.staleness[worker, staleness] += 1
 
 
-def shard_optimizer(
-    optimizer: torch.optim.Optimizer, parts: Mapping[Tensor, Sequence[Tensor]]
-) -> torch.optim.Optimizer:
-    """An optimizer of the same kind, with the same options, for parts of the parameters: which parts of which."""
-    groups = []
-    for group in optimizer.param_groups:
-        own = [part for param in group["params"] for part in parts.get(param, ())]
-        groups.append({name: value for name, value in group.items() if name != "params"} | {"params": own})
+class _Buffers:
+    """The model's buffers, which are worker 0's, and its word that the run was asked to leave.
+
+    Both become current with the update that its gradients become part of, so that whoever reads a version of the model
+    reads the same of them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._now = memoryview(bytes(nbytes))
+        self._offered: dict[int, memoryview] = {}
+        self._leaving: set[int] = set()
+        self._since: int | None = None
+        self._waiting: dict[int, tuple[Request, int]] = {}
+
+    def set(self, parts: Sequence[memoryview]) -> None:
+        self._now = self._fitting(parts)
+
+    def offer(self, worker: int, parts: Sequence[memoryview], leaving: bool) -> None:
+        if leaving:
+            self._leaving.add(worker)
+        if parts:
+            self._offered[worker] = self._fitting(parts)
+
+    def counted(self, worker: int, version: int | None) -> None:
+        """A worker's gradients count; `version` is the model's where they made a new one."""
+        if version is None:
+            return
+        for given in self._offered.values():
+            self._now = given
+        self._offered.clear()
+        if self._leaving and self._since is None:
+            self._since = version
+
+    def leaving(self, version: int) -> bool:
+        return self._since is not None and version >= self._since
+
+    def ask(self, worker: int, request: Request, steps: int) -> None:
+        self._waiting[worker] = request, steps
+
+    def answer(self, may: Callable[[int, int], bool]) -> None:
+        for worker, (request, steps) in list(self._waiting.items()):
+            if may(worker, steps):
+                del self._waiting[worker]
+                request.reply([self._now])
+
+    def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
+        (given,) = parts
+        if len(given) != self.nbytes:
+            raise ValueError(f"buffers of {len(given)} bytes where there are {self.nbytes}")
+        return memoryview(bytes(given))
+
+
+def part_optimizer(optimizer: Optimizer, parts: Mapping[Tensor, Tensor]) -> tuple[Optimizer | None, list[int]]:
+    """An optimizer of the same kind, with the same options, for parts of some parameters; and its groups' numbers."""
+    groups, numbers = [], []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [parts[param] for param in group["params"] if param in parts]
+        if own:
+            groups.append({name: value for name, value in group.items() if name != "params"} | {"params": own})
+            numbers.append(number)
+    if not groups:
+        return None, []
     takes = inspect.signature(type(optimizer).__init__).parameters
-    return type(optimizer)(groups, **{name: value for name, value in optimizer.defaults.items() if name in takes})
+    options = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    return type(optimizer)(groups, **options), numbers
 
 
-def hyper(optimizer: torch.optim.Optimizer) -> Hyper:
+def hyper(optimizer: Optimizer) -> Hyper:
     """The numbers of each group, which a schedule may change from step to step."""
     found: Hyper = []
     for group in optimizer.param_groups:

@@ -49,7 +49,8 @@ from weft.runtime.piecewise import Piecewise, obstacle
 from weft.runtime.reading import Reading
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
 from weft.runtime.saving import Parts
-from weft.runtime.server import Served, ServerRun
+from weft.runtime.served import Served
+from weft.runtime.server import ServerRun
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.turns import Turns
 from weft.runtime.world import World
@@ -134,9 +135,12 @@ class Run:
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         timeout_s = float(os.environ.get("WEFT_TIMEOUT_S", 600))
-        world.connect(self.device, timeout_s)
+        self._among_servers = bool(strategy.topology.homes(world.workers)) and wrapper is None
+        if not self._among_servers:  # whose workers need not know each other
+            world.connect(self.device, timeout_s)
         staged = self.device.type == "cuda" and world.shared_gpus
-        self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=world.mesh(timeout_s))
+        mesh = world.mesh(timeout_s) if not self._among_servers else None
+        self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=mesh)
         self._turns = Turns(world.layout, seed)
         self._clock = Clock(self.device)
         self._recorder = self._record()
@@ -208,25 +212,28 @@ class Run:
             self._transport.spread([*model.parameters(), *model.buffers()])
         momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
         parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
-        served = self.strategy.topology.beside(self.workers) > 0 and wrapper is None
-        if served:
-            self._between.forgo("a run with parameter servers cannot be saved yet")
-        known = self._between.open(parts, specs, self._recorder)
-        if served:
-            self._served = Served(
+        if self._among_servers:
+            parts.served = self._served = Served(
                 model,
                 optimizer,
                 strategy=self.strategy,
                 turns=self._turns,
+                watch=self._watch,
                 world=self.world,
                 seed=self.seed,
                 timeout_s=self._between.timeout_s,
+                unused=unused,
+                defers=self._may_defer(model, optimizer),
             )
+            self._transport.teller, self._watch.sender = self._served.tell, self._served.asking
+        known = self._between.open(parts, specs, self._recorder)
+        if self._served is not None:
+            self._served.start()
         elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             engine.momentum = momentum or 0.0
-            self._watch.engine = engine
+            self._watch.engine, self._watch.sender = engine, self._transport
             self._gradients = Gradients(
                 model,
                 engine,
@@ -316,9 +323,9 @@ class Run:
                 self._settle()
             else:
                 self._flush()
-            if self._served is not None and well:
-                self._served.close()
             self._between.close(well=well)
+            if self._served is not None:
+                self._served.close(well=well or self._between.left)
             if self._recorder:
                 self._recorder.close()
             if self._report and self.folder and self.is_main:
@@ -367,14 +374,16 @@ class Run:
                 self._check_finite(optimizer)
             if claimed:
                 check_claims(optimizer)
+            if self._served is not None:
+                self._served.step()
+                self._watch.exchange_ended()
             self._watch.optimizer_began()
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
                 self._gradients.deferred.step(piecewise.freeze())
                 result = None
             elif self._served is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step is this one
-                self._served.step()
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
                 result = None
             else:
                 result = step(closure) if closure is not None else step()
@@ -390,12 +399,14 @@ class Run:
                 if not (gradients.deferred.stepping and set_to_none):
                     gradients.flush()
                 gradients.release()
+            if self._served is not None and self._served.clear():
+                return
             if gradients is None or not gradients.deferred.clearing:
                 zero_grad(set_to_none)
 
         if hasattr(step, "_wrapped_by_lr_sched"):
             weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.register_state_dict_pre_hook(lambda _: self._flush())
+        optimizer.register_state_dict_pre_hook(lambda _: self._look())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self._flush())
         # bound methods, as a scheduler that is made later expects them
         optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
@@ -413,6 +424,14 @@ class Run:
     def _flush(self) -> None:
         if self._gradients is not None:
             self._gradients.flush()
+        if self._served is not None:
+            self._served.flush()
+
+    def _look(self) -> None:
+        """Somebody wants to see the optimizer's state."""
+        self._flush()
+        if self._served is not None and self._turns.step:
+            self._served.fetch()
 
     def _settle(self) -> None:
         """Until the last step is whole; refuses it where a GPU has found values in it that are not finite."""

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from weft.errors import JobError, UserError
+from weft.errors import JobError, PeerLost, UserError
+from weft.topology import Topology
 from weft.transport.collective import Layout
 from weft.transport.mesh import Mesh
 
@@ -120,9 +123,48 @@ class World:
         if self.processes == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
-        return Mesh(self.process, self.processes, self._address(), store, timeout_s)
+        return Mesh(self.process, self.processes, self.address(), store, timeout_s)
 
-    def _address(self) -> str:
+    # --- with servers -------------------------------------------------------------------------------------------------
+
+    def encrypts(self, topology: Topology) -> bool:
+        """Whether messages to servers are encrypted: always, but where nobody else is on the network."""
+        return topology.encrypts or not self.trusted
+
+    def announce(self, server: int, address: tuple[str, int]) -> None:
+        """Say where a server listens."""
+        text = "{}:{}".format(*address)
+        if not self.meeting:
+            self._book().set(f"server-{server}", text)
+            return
+        part = Path(self.meeting) / f"server-{server}.part"
+        part.write_text(text)
+        part.rename(part.with_suffix(""))
+
+    def find(self, server: int, timeout_s: float) -> tuple[str, int]:
+        """A server's address, once it is there."""
+        late = PeerLost(f"server {server} did not come up within {timeout_s:g} s; its own message says why")
+        if not self.meeting:
+            try:
+                text = self._book(timeout_s).get(f"server-{server}").decode()
+            except (RuntimeError, ValueError):
+                raise late from None
+        else:
+            file, until = Path(self.meeting) / f"server-{server}", time.monotonic() + timeout_s
+            while not file.exists():
+                if time.monotonic() > until:
+                    raise late
+                time.sleep(0.02)
+            text = file.read_text()
+        host, _, port = text.rpartition(":")
+        return host, int(port)
+
+    def _book(self, timeout_s: float = 60.0) -> TCPStore:
+        """The launcher's own store, where there is no folder that all see."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+    def address(self) -> str:
         """Where others reach this process: the address of the interface that the collective library uses too."""
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         found = address_of(name) if name else None

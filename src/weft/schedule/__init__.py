@@ -46,6 +46,15 @@ class Schedule(Answer, ABC):
     """Whether its timetable follows from what the first steps show."""
     defers: ClassVar[bool] = False
     """Whether each parameter is updated when its gradient arrives, while the next forward already runs."""
+    overlaps: ClassVar[bool] = True
+    """Whether gradients leave while backward still runs."""
+    by_key: ClassVar[bool] = True
+    """Whether it works with servers, where parameters come and go by themselves, in no order that all share."""
+
+    @property
+    def key_bytes(self) -> tuple[int, int]:
+        """With servers: parameters smaller than the first travel together, what is larger than the second is cut."""
+        return 1, 4 * 2**20
 
     @abstractmethod
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from weft.ops import Spec
 from weft.schedule import Rounds, Slot, Timetable
 
+SMALL = 64 * 2**10
+"""Bytes below which a parameter is not worth a message of its own to a server."""
+
 
 def wave(groups: Iterable[Sequence[Spec]], rounds: Rounds) -> Timetable:
     """Buckets start one after another; before each start, those under way take their next round."""

@@ -7,7 +7,7 @@ from typing import final
 from weft.ops import Spec
 from weft.profile import Seen
 from weft.schedule import Rounds, Schedule, Timetable
-from weft.schedule._wave import wave
+from weft.schedule._wave import SMALL, wave
 from weft.units import Size
 
 
@@ -27,6 +27,10 @@ class Fused(Schedule):
     def __post_init__(self) -> None:
         if self.bucket < 1 or self.first < 1 or self.alone < 1:
             raise ValueError("a bucket holds at least 1B")
+
+    @property
+    def key_bytes(self) -> tuple[int, int]:
+        return min(self.bucket, SMALL), super().key_bytes[1]
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         closed: list[list[Spec]] = []

@@ -28,6 +28,7 @@ class MgWfbp(Schedule):
     """
 
     learns: ClassVar[bool] = True
+    by_key: ClassVar[bool] = False
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         if seen is None:

@@ -37,6 +37,10 @@ class Priority(Schedule):
         if self.partition < 1 or self.credit < 1 or self.least < 1:
             raise ValueError("partition, credit and least are at least 1B")
 
+    @property
+    def key_bytes(self) -> tuple[int, int]:
+        return self.least, self.partition
+
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
         buckets = [bucket for group in self._groups(specs) for bucket in of_one_dtype(group)]
         turns = [self._turns(number, bucket, rounds) for number, bucket in enumerate(buckets)]

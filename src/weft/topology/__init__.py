@@ -20,9 +20,14 @@ class Topology(Answer, ABC):
     exact: ClassVar[bool]
     """Whether a sum has the same bits on any number of processes, with any buckets and any schedule."""
 
-    def beside(self, workers: int) -> int:
-        """How many servers there are beside the workers."""
-        return 0
+    @property
+    def encrypts(self) -> bool:
+        """Whether messages to servers are encrypted even where the network is trusted."""
+        return False
+
+    def homes(self, workers: int) -> tuple[int, ...]:
+        """For each server the host it sits on: 0 to workers - 1 are the workers' own, others are the servers'."""
+        return ()
 
     @abstractmethod
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -1,12 +1,21 @@
-"""Which server keeps which part of the model: shares that differ by one value, so that none is the hot spot."""
+"""Which server keeps which part of the model, and which parts travel together.
+
+Every large parameter is divided among all servers, so that whatever backward has just finished goes to all of them at
+once and none is the hot spot, at any moment of a step.
+"""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.ops import Spec
+from weft.topology._parts import bounds
+
+SMALL = 64 * 2**10
+"""Bytes below which a parameter is not worth a message of its own, let alone several."""
+_COMPANY = 12
+"""So many ranges travel together at most: a frame has sixteen parts."""
 
 
 @dataclass(frozen=True)
@@ -28,34 +37,49 @@ class Range:
         return Spec(f"{self.name}[{self.start}:{self.stop}]", (self.numel,), of.dtype)
 
 
+Bundle = tuple[Range, ...]
+"""What is pushed, updated and pulled as one."""
+
+
 def shards(specs: Sequence[Spec], servers: int, *, whole: bool = False) -> list[list[Range]]:
-    """For each server its ranges. The parameters, one behind the other, are cut into equal parts by bytes.
+    """For each server its ranges, in the order of the parameters; small parameters go to who has least by then.
 
-    `whole`: no parameter is cut, for optimizers that look at all of one; the largest go first, each to the server that
-    has least.
+    `whole`: no parameter is cut, for optimizers and compressors that look at all of one; the largest are dealt first.
     """
-    if whole:
-        return _whole(specs, servers)
-    total = sum(spec.nbytes for spec in specs)
     found: list[list[Range]] = [[] for _ in range(servers)]
-    before = 0
+    loads = [0] * servers
+    apart = [spec for spec in specs if whole or spec.nbytes < SMALL * servers]
     for spec in specs:
-        item = spec.dtype.itemsize
-        for server in range(servers):
-            low, high = (total * end // servers for end in (server, server + 1))
-            start, stop = (min(max(-(-(edge - before) // item), 0), spec.numel) for edge in (low, high))
-            if stop > start:
-                found[server].append(Range(spec.name, start, stop))
-        before += spec.nbytes
-    return found
-
-
-def _whole(specs: Sequence[Spec], servers: int) -> list[list[Range]]:
-    found: list[list[Range]] = [[] for _ in range(servers)]
-    least = [(0, server) for server in range(servers)]
+        for server, (start, stop) in enumerate(bounds(spec.numel, servers) if spec not in apart else ()):
+            found[server].append(Range(spec.name, start, stop))
+            loads[server] += (stop - start) * spec.dtype.itemsize
+    for spec in sorted(apart, key=lambda spec: -spec.nbytes):
+        least = loads.index(min(loads))
+        found[least].append(Range(spec.name, 0, spec.numel))
+        loads[least] += spec.nbytes
     order = {spec.name: number for number, spec in enumerate(specs)}
-    for spec in sorted(specs, key=lambda spec: (-spec.nbytes, order[spec.name])):
-        size, server = heapq.heappop(least)
-        found[server].append(Range(spec.name, 0, spec.numel))
-        heapq.heappush(least, (size + spec.nbytes, server))
     return [sorted(each, key=lambda part: order[part.name]) for each in found]
+
+
+def bundles(
+    ranges: Sequence[Range], specs: Sequence[Spec], *, least: int, most: int | None, alone: bool
+) -> list[Bundle]:
+    """One server's ranges as they travel: long ones cut to `most` bytes, neighbours of less than `least` together.
+
+    `alone`: each by itself and uncut, for compressors, which describe one parameter at a time.
+    """
+    if alone:
+        return [(part,) for part in ranges]
+    size = {spec.name: spec.dtype.itemsize for spec in specs}
+    found: list[Bundle] = []
+    room = 0
+    for part in ranges:
+        nbytes = part.numel * size[part.name]
+        if nbytes < least and room > 0 and len(found[-1]) < _COMPANY:
+            found[-1] += (part,)
+            room -= nbytes
+            continue
+        pieces = max(1, -(-nbytes // most)) if most else 1
+        found += [(Range(part.name, part.start + a, part.start + b),) for a, b in bounds(part.numel, pieces)]
+        room = least - nbytes if nbytes < least else 0
+    return found

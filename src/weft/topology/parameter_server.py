@@ -23,13 +23,19 @@ class ParameterServer(Topology):
 
     servers: int = 1
     """k: how many, beside the workers."""
+    encrypted: bool = False
+    """Encrypt on a trusted network too; on others, messages always are."""
 
     def __post_init__(self) -> None:
         if self.servers < 1:
             raise ValueError(f"servers is {self.servers}, but must be at least 1")
 
-    def beside(self, workers: int) -> int:
-        return self.servers
+    @property
+    def encrypts(self) -> bool:
+        return self.encrypted
+
+    def homes(self, workers: int) -> tuple[int, ...]:
+        return tuple(range(workers, workers + self.servers))
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         n = place.workers

@@ -21,7 +21,7 @@ log = logging.getLogger("weft.messaging")
 
 _STRANGERS = 32
 """So many may be on the doorstep at once; who comes then is sent away unheard."""
-_WINDOW = 256
+_WINDOW = 1 << 14
 """Requests of one asker that may be open at once; more are left in the network until some are answered."""
 _REMEMBERED = 1 << 16
 """Replies of one asker that may be kept; who never settles so many is sent away."""
@@ -40,21 +40,26 @@ class _Session:
     link: Link | None
     settled: int = 0
     open: dict[int, Request] = field(default_factory=dict)
+    held: int = 0
+    """Bytes of open requests."""
     answered: dict[int, tuple[Head, list[memoryview]]] = field(default_factory=dict)
     left_at: float = 0.0
 
     def full(self, most_bytes: int) -> bool:
         """Whether more is open than should be, by number or by bytes."""
-        size = sum(len(part) for request in self.open.values() for part in request.parts)
-        return len(self.open) >= _WINDOW or size > 4 * most_bytes
+        return len(self.open) >= _WINDOW or self.held > 4 * most_bytes
 
 
 class Request:
-    """One request; reply or refuse once, from any thread. Its parts are read-only, and belong to it until then."""
+    """One request; reply or refuse once, from any thread. Its parts are read-only, and belong to it until then.
+
+    Whoever `keeps` them has them until `release`.
+    """
 
     def __init__(self, server: Server, session: _Session, head: Head, parts: list[memoryview]) -> None:
         self._server, self._session, self._head = server, session, head
         self.parts = parts
+        self.keeps = False
 
     @property
     def sender(self) -> str:
@@ -64,9 +69,14 @@ class Request:
     def verb(self) -> int:
         return self._head.verb
 
-    def reply(self, parts: Sequence[memoryview] = ()) -> None:
+    def reply(self, parts: Sequence[memoryview] = (), *, priority: int = 0) -> None:
         """Parts must not change any more; those of a request that counts are copied, and small."""
-        self._server._answer(self._session, self._head, Kind.REPLY, list(parts))
+        self._server._answer(self._session, self._head, Kind.REPLY, list(parts), priority)
+
+    def release(self) -> None:
+        """The parts are not looked at any more."""
+        with self._server._lock:
+            self._server._give_back(self.parts)
 
     def refuse(self, why: str) -> None:
         """One sentence instead of an answer."""
@@ -212,6 +222,7 @@ class Server:
             if len(session.answered) >= _REMEMBERED:
                 raise FrameError(f"{_REMEMBERED} replies are not settled")
             request = session.open[head.number] = Request(self, session, head, parts)
+            session.held += sum(len(part) for part in parts)
             link.reads = not session.full(self.most_bytes)
         try:
             self.handle(request)
@@ -239,21 +250,23 @@ class Server:
         if session.left_at == since and not back and not self._closed:
             self._left(session.name, reason)
 
-    def _answer(self, session: _Session, asked: Head, kind: Kind, parts: list[memoryview]) -> None:
+    def _answer(self, session: _Session, asked: Head, kind: Kind, parts: list[memoryview], priority: int = 0) -> None:
         head = Head(kind, asked.verb, asked.number)
         with self._lock:
             request = session.open.pop(asked.number, None)
             if request is None:
                 raise RuntimeError("a request is answered once")
+            session.held -= sum(len(part) for part in request.parts)
             if asked.kind == Kind.ONCE:
                 if sum(len(part) for part in parts) > _MOST_REPLY:
                     raise ValueError("the reply to a request that counts is kept, and so is small; let it be asked for")
                 parts = [memoryview(bytes(part)) for part in parts]
                 session.answered[asked.number] = head, parts
-            self._give_back(request.parts)
+            if not request.keeps:
+                self._give_back(request.parts)
             link = session.link
             if link is not None and not link.reads and not session.full(self.most_bytes // 2):
                 link.reads = True
                 self._carrier.wake(link)
         if link is not None:
-            link.send(head, parts)
+            link.send(head, parts, priority=priority)

@@ -1,0 +1,266 @@
+"""A worker among servers: gradients leave as backward finishes them, `step` brings the new model.
+
+Under `priority` the step returns at once, and whoever touches a parameter waits for it (`late`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.errors import LoopError, UserError
+from weft.runtime.asking import Pulled, Servers
+from weft.runtime.guard import finite
+from weft.runtime.late import Late, arrive, delay
+from weft.runtime.record import Watch
+from weft.runtime.server import divided, refuse, trained
+from weft.runtime.serving import hyper
+from weft.runtime.turns import Turns
+from weft.runtime.verbs import Hyper
+from weft.runtime.world import World
+from weft.strategy import Strategy
+from weft.transport.messaging import Client, Key
+
+
+class Served:
+    """Hooks on a model's parameters, and what is on its way to servers and back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        strategy: Strategy,
+        turns: Turns,
+        watch: Watch,
+        world: World,
+        seed: int,
+        timeout_s: float,
+        unused: bool,
+        defers: bool,
+    ) -> None:
+        refuse(model, optimizer, world)
+        self.optimizer, self.turns, self.watch, self.timeout_s = optimizer, turns, watch, timeout_s
+        self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
+        self.unused, self.asked = unused, False
+        self.leaving = False
+        """Whether all workers leave after this step."""
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.flat = {name: _flat(name, p) for name, p in self.named.items()}
+        self._name_of = {id(p): name for name, p in self.named.items()}
+        self.buffers = list(model.buffers())
+        homes = strategy.topology.homes(world.workers)
+        specs = {spec.name: spec for spec in trained(model)}
+        mine = divided(model, optimizer, strategy, len(homes))
+        key, who = Key.read(Path(world.key_file)), f"worker {turns.rank}"
+        most = 16 * max(p.numel() * p.element_size() for p in self.named.values()) + (1 << 26)
+        clients = [
+            Client(
+                world.find(server, timeout_s), key, who, encrypted=world.encrypts(strategy.topology), most_bytes=most
+            )
+            for server in range(len(homes))
+        ]
+        self.asking = Servers(
+            turns.rank,
+            clients,
+            mine,
+            specs,
+            strategy.compression,
+            seed,
+            urgent=strategy.schedule.defers,
+            near=homes.index(turns.rank) if turns.rank in homes else None,
+        )
+        self.at, self.running = self.asking.join(timeout_s)
+        self.pushed: set[str] = set()
+        self._held: dict[str, Tensor] = {}
+        self._pulled: Pulled | None = None
+        self._cleared = True
+        self._numbers: Hyper = []
+        self.local = False  # gradients from `accumulate` are waiting
+
+    def start(self) -> None:
+        """Worker 0 brings what training starts from, everyone gets it, and backward is listened to."""
+        if self.turns.rank == 0 and not self.running:
+            known = {name: self.optimizer.state.get(p, {}) for name, p in self.named.items()}
+            self.asking.start(self.flat, known, self.buffers, self.timeout_s)
+        self.asking.pull(self.flat, self.buffers).wait(self.timeout_s)
+        self._note()
+        for name, p in self.named.items():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        if self.turns.accumulating:
+            self.turns.accumulated()
+            self.local = True
+            return
+        if name in self.pushed:
+            raise LoopError(
+                "backward ran twice before step(), and the servers have the first gradient already; put all but the "
+                "last backward into `with run.accumulate():`"
+            )
+        if not self.pushed:
+            self._begin()
+        if grad.is_sparse or not (finite(grad) or bool(torch.isfinite(grad).all())):
+            what = "sparse" if grad.is_sparse else "not finite"
+            raise LoopError(f"the gradient of {name} is {what} at step {self.turns.step + 1}; servers cannot use that")
+        if param._version != self._versions[name]:
+            raise LoopError(
+                f"{name} was changed beside the optimizer, and the servers, who have the model, do not know; change it "
+                "before run.distribute(), or use another topology, such as direct"
+            )
+        self.pushed.add(name)
+        flat = grad.reshape(-1).mul_(self.turns.share)
+        if self.overlaps:
+            self.asking.push(name, flat, self.turns.step)
+        else:
+            self._held[name] = flat
+        param.grad = Away.of(grad)
+
+    def _begin(self) -> None:
+        if not self._cleared:
+            raise LoopError(
+                "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() "
+                "in every step"
+            )
+        self.turns.begin_backward()
+        if self.local:
+            self.turns.accumulated()
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        self.flush()
+        self._numbers = self._hyper()
+        kept = self.buffers if self.turns.rank == 0 and self.turns.share > 0 else ()
+        leave = self.asked and self.synchrony.everyone
+        self.asking.begin(self.turns.step, self.turns.share, self._numbers, kept, leave=leave)
+
+    def _hyper(self) -> Hyper:
+        """The optimizer's numbers, as the synchrony wants them."""
+        numbers = hyper(self.optimizer)
+        for group in numbers:
+            if isinstance(momentum := group.get("momentum"), float):
+                group["momentum"] = self.synchrony.momentum(momentum, self.turns.workers)
+        return numbers
+
+    def _ended(self) -> None:
+        self.turns.next()
+        self.watch.backward_ended()
+
+    # --- step -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
+        for name in self.named:
+            if name not in self.pushed:
+                self._absent(name)
+        for name, grad in self._held.items():
+            self.asking.push(name, grad, self.turns.step)
+        self._held = {}
+        if self._numbers != self._hyper():
+            raise LoopError(
+                "the optimizer's numbers have changed between backward() and step(), and the servers have stepped with "
+                "the old ones; change them (a scheduler's step()) after step()"
+            )
+        self.pushed, self.local = set(), False
+        self._pulled = self.asking.pull(self.flat, self.buffers)
+        if not self.defers:
+            self.flush()
+            return
+        if self._pulled.buffers is not None:
+            self._pulled.buffers.wait(self.timeout_s)
+        self._cleared = False
+        for p in self.named.values():
+            p.grad = None
+            delay(p, self._touched)
+
+    def clear(self) -> bool:
+        """zero_grad(): returns whether that is done already, without touching what is still to come."""
+        self._cleared = True
+        return self.defers and self._pulled is not None
+
+    def _absent(self, name: str) -> None:
+        if not self.unused:
+            raise LoopError(
+                f"{name} had no gradient at step {self.turns.step + 1}; if parameters come and go, say "
+                "run.distribute(..., unused=True)"
+            )
+        self.asking.push(name, None, self.turns.step)
+
+    def _touched(self, param: Late) -> None:
+        assert self._pulled is not None
+        began = self.watch.clock.stamp()
+        self._pulled.wait_for(self._name_of[id(param)], self.timeout_s)
+        arrive(param)
+        self.watch.held_up(began)
+
+    def flush(self) -> None:
+        """Until the whole model of the last step is there."""
+        pulled, self._pulled = self._pulled, None
+        if pulled is None:
+            return
+        pulled.wait(self.timeout_s)
+        for p in self.named.values():
+            arrive(p)
+        self.leaving = pulled.leaving if self.synchrony.everyone else self.asked
+
+    # --- around it --------------------------------------------------------------------------------------------------
+
+    def _note(self) -> None:
+        """Parameters change here by what servers send, which nobody counts; what is counted is somebody else's."""
+        self._versions = {name: p._version for name, p in self.named.items()}
+
+    def fetch(self) -> None:
+        """Have the optimizer's state here, as after a step of its own."""
+        self.flush()
+        for name, known in self.asking.fetch(self.timeout_s).items():
+            if known:
+                self.optimizer.state[self.named[name]] = known
+
+    def tell(self, values: Sequence[int]) -> list[list[int]]:
+        """Everyone's numbers, by worker; this one's for those who are gone."""
+        return [row if row is not None else list(values) for row in self.asking.tell(values, self.timeout_s)]
+
+    def close(self, *, well: bool) -> None:
+        if well:
+            self.flush()
+            self.asking.leave(self.timeout_s)
+        else:
+            self.asking.close()
+
+
+class Away(Tensor):
+    """A gradient that has gone to the servers: whoever touches it would see this worker's share alone."""
+
+    @staticmethod
+    def of(grad: Tensor) -> Tensor:
+        away: Tensor = grad.as_subclass(Away)
+        return away
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise LoopError(
+            "a gradient was touched that has gone to the servers, where it becomes part of the mean; clipping and "
+            "scaling between backward() and step() are not built for servers yet"
+        )
+
+
+_HARMLESS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
+
+
+def _flat(name: str, param: Tensor) -> Tensor:
+    if not param.is_contiguous():
+        raise UserError(f"{name} does not lie in one piece of memory; call .contiguous() on it before run.distribute()")
+    return param.detach().view(-1)

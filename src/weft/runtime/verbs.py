@@ -1,0 +1,83 @@
+"""What workers ask of parameter servers, and how that is written.
+
+    JOIN    worker; replies its step, and           it takes part from here on
+            whether there is a model
+    SET     bundle; values, optimizer's state       what training starts from, by worker 0
+    BEGIN   worker, step, share; hyper-parameters,  gradients of a step will come, to be used with these
+            buffers
+    PUSH    worker, bundle, step; what it said      one bundle's gradients of a step, compressed: they count
+    PULL    worker, bundle, steps, urgency;         answered once so many steps of the worker's count and it may start
+            replies version, values                 its next
+    FETCH   bundle; replies optimizer's state       for a checkpoint
+    TELL    worker, number; values                  answered with everyone's values, once all have told theirs
+    LEAVE   worker                                  it has all it needs, and nobody waits for it any more
+
+A bundle is what travels together (`topology/_shards`); `BUFFERS` stands for the model's buffers, which are worker 0's.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.store.plain import plain, value
+from weft.transport.mesh import raw
+
+
+class Verb(enum.IntEnum):
+    """What workers ask of servers."""
+
+    JOIN = 1
+    PUSH = 2
+    BEGIN = 3
+    PULL = 4
+    LEAVE = 5
+    SET = 6
+    FETCH = 7
+    TELL = 8
+
+
+WHO = struct.Struct("!I")
+BUNDLE = struct.Struct("!I")
+PUSH = struct.Struct("!IIQ")
+BEGIN = struct.Struct("!IQd?")
+PULL = struct.Struct("!IIQi")
+PULLED = struct.Struct("!Q?")
+JOINED = struct.Struct("!Q?")
+TELL = struct.Struct("!IQ")
+
+BUFFERS = 2**32 - 1
+AT_ONCE = -(2**31)
+"""The urgency of what is small and waited for."""
+
+Hyper = list[dict[str, float | list[float]]]
+"""An optimizer's numbers, group by group."""
+
+
+def packed(state: Any) -> list[memoryview]:
+    """A value with its tensors, as two parts of a frame: what it is, and the tensors' bytes."""
+    tensors: dict[str, Tensor] = {}
+    tree = plain(state, "state", tensors)
+    kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    blob = b"".join(bytes(raw(tensor.cpu().contiguous())) for tensor in tensors.values())
+    return [memoryview(json.dumps({"tree": tree, "tensors": kinds}).encode()), memoryview(blob)]
+
+
+def unpacked(parts: Sequence[memoryview]) -> Any:
+    """The value of two parts that `packed` made. Raises ValueError and its kind where they are not."""
+    about, blob = json.loads(bytes(parts[0])), parts[1]
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    for name, kind, shape in about["tensors"]:
+        dtype = getattr(torch, kind)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        piece = bytearray(blob[at : at + size])
+        tensors[name] = torch.frombuffer(piece, dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        at += size
+    return value(about["tree"], tensors)
