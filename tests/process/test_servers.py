@@ -24,9 +24,11 @@ from weft.errors import PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
 from weft.runtime.pushing import said
-from weft.runtime.serving import COMMIT, Loss, ParameterServer, Verb, hyper, shard_optimizer
+from weft.runtime.server import keep
+from weft.runtime.serving import Kept, Loss, ParameterServer, hyper
+from weft.runtime.verbs import BEGIN, Verb
 from weft.strategy import Strategy
-from weft.topology._shards import Range, shards
+from weft.topology._shards import Bundle, Range, bundles
 from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Key, Refused
 from weft.transport.messaging.frames import Head, Kind
@@ -61,6 +63,17 @@ def named_specs(model: nn.Module) -> dict[str, Spec]:
     return {spec.name: spec for spec in specs(model)}
 
 
+def divided(model: nn.Module, servers: int, how: Strategy) -> list[list[Bundle]]:
+    """Three parameters are cut in two, and the fourth is not: small models are usually not cut at all."""
+    whole = not how.compression.lossless
+    found = []
+    for part in [Range(spec.name, 0, spec.numel) for spec in specs(model)]:
+        middle = part.stop // 2 if not whole and part.stop > 3 else part.stop
+        found += [Range(part.name, 0, middle), Range(part.name, middle, part.stop)][: 2 if middle < part.stop else 1]
+    dealt = [found[server::servers] for server in range(servers)]
+    return [bundles(each, specs(model), least=200, most=400, alone=whole) for each in dealt]
+
+
 def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -71,28 +84,21 @@ def serve(
     """One server process; told "end" it says what it has seen."""
     torch.set_num_threads(1)
     model = build()
-    flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
-    named = dict(model.named_parameters())
-    parts, of = [], {}
-    for part in shards(specs(model), servers)[index]:
-        parts.append(nn.Parameter(flat[part.name][part.start : part.stop].clone()))
-        of.setdefault(named[part.name], []).append(parts[-1])
+    optimizer = OPTIMIZERS[kind](model.parameters())
     losses: list[Loss] = []
     server = ParameterServer(
         ("127.0.0.1", 0),
         Key.read(file),
         synchrony=how.synchrony,
         compression=how.compression,
-        specs=[part.spec(named_specs(model)[part.name]) for part in shards(specs(model), servers)[index]],
-        parts=parts,
-        optimizer=shard_optimizer(OPTIMIZERS[kind](model.parameters()), of),
+        kept=[keep(bundle, model, optimizer) for bundle in divided(model, servers, how)[index]],
         workers=workers,
         encrypted=encrypted,
         lost=lambda loss: (losses.append(loss), tell.send(("lost", loss.name, time.time())))[0],  # type: ignore[func-returns-value]
     )
     tell.send(server.address)
     tell.recv()
-    tell.send(("seen", server.staleness, server.holder.version))
+    tell.send(("seen", server.staleness, server.version, len(server.bundles)))
     server.close()
 
 
@@ -115,10 +121,12 @@ def work(
     scheduler = schedule(optimizer)
     key = Key.read(file)
     clients = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
-    asking = Servers(rank, clients, shards(specs(model), len(addresses)), named_specs(model), how.compression)
+    asking = Servers(rank, clients, divided(model, len(addresses), how), named_specs(model), how.compression)
     flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
     try:
-        step = asking.join(flat, WAIT_S)
+        step, started = asking.join(WAIT_S)
+        if rank == 0 and not started:
+            asking.start(flat, {}, (), WAIT_S)
         while True:
             asking.pull(flat).wait(WAIT_S)
             if step >= steps:
@@ -127,9 +135,10 @@ def work(
             time.sleep(pace_s)
             x, y = batch(rank, step)
             (nn.functional.mse_loss(model(x), y) / workers).backward()
-            grads = {name: p.grad.reshape(-1) for name, p in model.named_parameters() if p.grad is not None}
-            asking.push(grads, step)
-            asking.commit(1 / workers, hyper(optimizer), WAIT_S)
+            asking.begin(step, 1 / workers, hyper(optimizer))
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                asking.push(name, p.grad.reshape(-1), step)
             optimizer.zero_grad()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
             scheduler.step()
@@ -247,7 +256,7 @@ def test_synchronous_servers_learn_what_one_process_learns(
             for name, values in expected.items():
                 assert model[name] == pytest.approx(values, rel=0, abs=1e-10)
         assert models[0][2] == models[1][2] == models[2][2]
-        assert all(version == 10 and {late for _, late in stale} == {0} for _, stale, version in group.seen())
+        assert all(version == 10 and {late for _, late in stale} == {0} for _, stale, version, _ in group.seen())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +281,8 @@ def alone_compressed(
     model = build()
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = schedule(optimizer)
-    ranges = [part for each in shards(specs(model), servers) for part in each]
+    how = Strategy.of(compression)
+    ranges = [part for each in divided(model, servers, how) for bundle in each for part in bundle]
     states: list[State] = [{} for _ in range(workers)]
     for step in range(steps):
         total = {name: torch.zeros_like(p).reshape(-1) for name, p in model.named_parameters()}
@@ -329,8 +339,8 @@ def test_a_killed_worker_is_named_and_the_others_go_on_and_it_may_come_back(tmp_
         group.said.pop(2)
         group.work(2, 20, pace_s=0.05)
         assert [group.told(rank)[-1][0] for rank in range(3)] == ["model"] * 3
-        ((_, stale, version),) = group.seen()
-        assert version == stale.total() >= 120
+        ((_, stale, version, bundles),) = group.seen()
+        assert stale.total() >= 120 * bundles and version >= 120
         assert max(late for _, late in stale) > 0
 
 
@@ -378,9 +388,10 @@ def lonely(key: Key) -> ParameterServer:
         key,
         synchrony=Strategy.parse("asp").synchrony,
         compression=Strategy.parse("int8").compression,
-        specs=[Spec("a", (100,)), Spec("b", (7,))],
-        parts=parts,
-        optimizer=torch.optim.SGD(parts, lr=0.1),
+        kept=[
+            Kept([Spec("a", (100,))], parts[:1], torch.optim.SGD(parts[:1], lr=0.1)),
+            Kept([Spec("b", (7,))], parts[1:], torch.optim.SGD(parts[1:], lr=0.1)),
+        ],
         workers=4,
     )
 
@@ -388,7 +399,7 @@ def lonely(key: Key) -> ParameterServer:
 def test_garbage_without_the_key_changes_no_model() -> None:
     rng, key = random.Random(5), Key.fresh()
     server = lonely(key)
-    before, memory = fingerprint(server.parts), peak_bytes()
+    before, memory = fingerprint([part for each in server.bundles for part in each.kept.parts]), peak_bytes()
     for _ in range(FRAMES // 500):
         frames = []
         for _ in range(500):
@@ -400,7 +411,7 @@ def test_garbage_without_the_key_changes_no_model() -> None:
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass
-    assert fingerprint(server.parts) == before
+    assert fingerprint([part for each in server.bundles for part in each.kept.parts]) == before
     assert peak_bytes() - memory < 64 << 20
     _still_trains(server, key)
     server.close()
@@ -417,9 +428,9 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
         parts = [
             memoryview(bytes(3) + bytes([rng.randrange(6)]) + rng.randbytes(size))[: max(size, 4)] for size in sizes
         ]
-        if verb == Verb.COMMIT and rng.random() < 0.5:
+        if verb == Verb.BEGIN and rng.random() < 0.5:
             parts = [
-                memoryview(COMMIT.pack(1, 0.5)),
+                memoryview(BEGIN.pack(1, 0, 0.5, False)),
                 memoryview(rng.choice([b"5", b"[5]", b"{}", b"null", b'[{"lr": "x"}]'])),
             ]
         open_.append(liar.ask(verb, parts, once=rng.random() < 0.5))
@@ -433,15 +444,17 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
 
 
 def _still_trains(server: ParameterServer, key: Key) -> None:
-    ranges = [[Range("a", 0, 100), Range("b", 0, 7)]]
-    specs = {spec.name: spec for spec in server.specs}
-    honest = Servers(0, [Client(server.address, key, "honest")], ranges, specs, server.compression)
+    bundles = [[(Range("a", 0, 100),), (Range("b", 0, 7),)]]
+    specs = {"a": Spec("a", (100,)), "b": Spec("b", (7,))}
+    honest = Servers(0, [Client(server.address, key, "honest")], bundles, specs, server.compression)
     model = {"a": torch.randn(100), "b": torch.randn(7)}
-    honest.join(model, WAIT_S)
+    if not honest.join(WAIT_S)[1]:
+        honest.start(model, {}, (), WAIT_S)
     honest.pull(model).wait(WAIT_S)
     before = {name: each.clone() for name, each in model.items()}
-    honest.push({"a": torch.ones(100), "b": torch.ones(7)}, 0)
-    assert honest.commit(1.0, hyper(server.optimizer), WAIT_S) == [True]
+    honest.begin(0, 1.0, [{"lr": 0.1}])
+    honest.push("a", torch.ones(100), 0)
+    honest.push("b", torch.ones(7), 0)
     honest.pull(model).wait(WAIT_S)
     assert all((before[name] - model[name]).min() > 0.05 for name in model)
     honest.leave(WAIT_S)

@@ -127,15 +127,20 @@ class BetweenSteps:
                 raise UserError(what)
             log.warning("%s", what)
             return
-        if self.parts.served is not None and not self.strategy.synchrony.everyone:
-            if layout.process > 0:
-                return  # workers are at different steps, and each would have to be waited for: worker 0 saves
-            layout = Layout(workers=1)
-        writers = 1 if self.parts.served is not None else None
-        self._saving = Saving(root, layout, self.policy, token, self.timeout_s, writers)
+        self._saving = self._writer(root, token)
         usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask)
+
+    def _writer(self, root: Path, token: str) -> Saving | None:
+        """Who writes this process's part. With servers, worker 0 writes what all have alike; and where workers are at
+        different steps it writes alone, since each would have to be waited for."""
+        layout, served = self.transport.layout, self.parts.served is not None
+        if served and not self.strategy.synchrony.everyone:
+            layout = Layout(workers=1)
+            if self.transport.layout.process > 0:
+                return None
+        return Saving(root, layout, self.policy, token, self.timeout_s, 1 if served else None)
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
@@ -175,7 +180,7 @@ class BetweenSteps:
             self._saved = None
 
     def stepped(self, epoch: Epoch) -> None:
-        if self._saving is None or not self.policy.every:
+        if not self.policy.every or (self._saving is None and not self.asked):
             return
         self._look_around()
         gradients, served = self.parts.gradients, self.parts.served
@@ -183,7 +188,8 @@ class BetweenSteps:
         if leaving or self.enough() or self.policy.due(self.turns.step):
             self.save(epoch)
         if leaving:
-            self._saving.finish()
+            if self._saving is not None:
+                self._saving.finish()
             self.left = True
             raise SystemExit(LEFT)
 

@@ -126,9 +126,12 @@ def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:
     """A bundle's parts of the model, in memory of their own, and their part of the optimizer."""
     named = dict(model.named_parameters())
     specs = {spec.name: spec for spec in trained(model)}
-    parts: dict[Tensor, Tensor] = {}
-    for part in bundle:
+    mine = [part.spec(specs[part.name]) for part in bundle]
+    parts: list[Tensor] = []
+    of: dict[Tensor, list[Tensor]] = {}
+    for part, spec in zip(bundle, mine, strict=True):
         values = named[part.name].detach().reshape(-1)[part.start : part.stop]
-        parts[named[part.name]] = nn.Parameter(values.clone().view(part.spec(specs[part.name]).shape))
-    stepper, groups = part_optimizer(optimizer, parts)
-    return Kept([part.spec(specs[part.name]) for part in bundle], list(parts.values()), stepper, groups)
+        parts.append(nn.Parameter(values.clone().view(spec.shape)))
+        of.setdefault(named[part.name], []).append(parts[-1])
+    stepper, groups = part_optimizer(optimizer, of)
+    return Kept(mine, parts, stepper, groups)

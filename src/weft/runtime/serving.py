@@ -66,6 +66,8 @@ class Kept:
             part.grad = grad
         if self.optimizer is not None:
             self.optimizer.step()
+        for part in self.parts:
+            part.grad = None  # its memory is the messages'
 
     def set_numbers(self, hyper: Hyper) -> None:
         """The hyper-parameters of the step that is about to be taken."""
@@ -458,11 +460,13 @@ class _Buffers:
         return memoryview(bytes(given))
 
 
-def part_optimizer(optimizer: Optimizer, parts: Mapping[Tensor, Tensor]) -> tuple[Optimizer | None, list[int]]:
+def part_optimizer(
+    optimizer: Optimizer, parts: Mapping[Tensor, Sequence[Tensor]]
+) -> tuple[Optimizer | None, list[int]]:
     """An optimizer of the same kind, with the same options, for parts of some parameters; and its groups' numbers."""
     groups, numbers = [], []
     for number, group in enumerate(optimizer.param_groups):
-        own = [parts[param] for param in group["params"] if param in parts]
+        own = [part for param in group["params"] for part in parts.get(param, ())]
         if own:
             groups.append({name: value for name, value in group.items() if name != "params"} | {"params": own})
             numbers.append(number)
