@@ -75,7 +75,7 @@ LIKE_DIRECT = {
         {"unused": True, "spare": "(model.spare.sum() if (run.rank + run.step) % 4 == 0 else 0)"},
         ["bsp / parameter_server(servers=2)"],
     ),
-    "lamb": ({"optimizer": "Adafactor(model.parameters(), lr=0.05)"}, ["bsp / parameter_server(servers=2)"]),
+    "adafactor": ({"optimizer": "Adafactor(model.parameters(), lr=0.05)"}, ["bsp / parameter_server(servers=2)"]),
 }
 
 
@@ -175,7 +175,6 @@ REFUSED = {
         {"between": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
         "a gradient was touched that has gone to the servers",
     ),
-    "scaled by hand": ([], {"between": "model[0].weight.grad.mul_(2)"}, "a gradient was touched"),
 }
 
 
@@ -197,6 +196,8 @@ def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str,
         [*line, "--save-every", "1"], cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     _under_way(scratch / "out", 2)
+    while not list((scratch / "out/checkpoints").glob("step-*")):
+        time.sleep(0.1)
     victim = next(pid for pid, server in children(run.pid) if server == (who == "server"))
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
@@ -214,12 +215,8 @@ def test_a_worker_killed_where_nobody_waits_is_named_and_the_others_go_on(scratc
     line = [*WEFT, "train", "job.py", "-n", "3", "--strategy", "ssp(slack=3) / parameter_server", "--out", "out"]
     run = subprocess.Popen(line, cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     _under_way(scratch / "out", 3)
-    victims = [
-        pid
-        for pid, server in children(run.pid)
-        if not server and b"RANK=2" in Path(f"/proc/{pid}/environ").read_bytes()
-    ]
-    os.kill(victims[0], signal.SIGKILL)
+    victim = next(pid for pid, _ in children(run.pid) if b"\0RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
     assert "worker 2 went away" in said and "the others go on" in said, said
