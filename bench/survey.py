@@ -2,7 +2,9 @@
 
 A ring of 16 moves 1.875 times the gradient through each host's link, a ring of 4 only 1.5 times; the survey's hosts
 reached 1.15 GB/s, an emulated link carries 0.119. So computing is made 7.7 times longer, which keeps its ratio to
-communication. Computing is spread over the layers by their arithmetic (bench/survey_models.py).
+communication. With servers, as many hosts as the workers', the gradient crosses a worker's link once each way on
+either cluster, and computing is made 9.7 times longer. It is spread over the layers by their arithmetic
+(bench/survey_models.py).
 
 Scaling efficiency is throughput over that of as many single workers: computing alone over the step.
 """
@@ -20,7 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import survey_models
 
 STRETCH = 7.7
+WITH_SERVERS = 9.7
 METHODS = {
+    "BSP-PS": "bsp / parameter_server(servers=0) / sequential",
+    "WFBP-PS": "bsp / parameter_server(servers=0) / wfbp",
+    "ByteScheduler-PS": "bsp / parameter_server(servers=0) / priority(partition=4096KB, least=1B)",
     "BSP-A2A": "bsp / ring / sequential",
     "WFBP-A2A": "bsp / ring / wfbp",
     "MG-WFBP": "bsp / ring / mg_wfbp",
@@ -29,8 +35,10 @@ METHODS = {
 }
 COMPUTE_S = {"resnet50": 0.2529, "bert_base": 0.3008}
 PUBLISHED = {
-    "resnet50": {"BSP-A2A": 2485.12, "WFBP-A2A": 3146.78, "MG-WFBP": 3784.98, "ByteScheduler-A2A": 2701.52},
-    "bert_base": {"BSP-A2A": 984.88, "WFBP-A2A": 1069.48, "MG-WFBP": 1153.18, "ByteScheduler-A2A": 1177.4},
+    "resnet50": {"BSP-A2A": 2485.12, "WFBP-A2A": 3146.78, "MG-WFBP": 3784.98, "ByteScheduler-A2A": 2701.52}
+    | {"BSP-PS": 2361.27, "WFBP-PS": 3811.965, "ByteScheduler-PS": 3815.625},
+    "bert_base": {"BSP-A2A": 984.88, "WFBP-A2A": 1069.48, "MG-WFBP": 1153.18, "ByteScheduler-A2A": 1177.4}
+    | {"BSP-PS": 1022.375, "WFBP-PS": 1341.115, "ByteScheduler-PS": 1343.49},
 }
 """Samples/s on 16 GPUs, 10 GbE with TCP/IP."""
 ONE_GPU = {"resnet50": 253.1, "bert_base": 212.8}
@@ -47,30 +55,38 @@ def main() -> None:
     print("| model | method | step, ms | computing, ms | bound, ms | efficiency | published | difference |")
     print("|---|---|---|---|---|---|---|---|")
     for model in args.models:
-        layers = survey_models.MODELS[model]()
-        profile = Profile.of(survey_models.profile(layers, COMPUTE_S[model] * STRETCH))
-        result = weft.compare(
-            str(Path(__file__).with_name("survey_job.py")),
-            {name: METHODS[name] for name in args.methods},
-            args=(model,),
-            compute="sleep",
-            profile=profile,
-            steps=args.steps,
-            seeds=args.seeds,
-            out=args.out / model,
-        )
-        for row in result.rows:
-            if row["error"]:
-                print(f"| {model} | {row['name']} | {row['error']} |")
-                continue
-            here = profile.compute_s / row["step_s"]
-            published = PUBLISHED[model].get(row["name"])
-            there = published / (16 * ONE_GPU[model]) if published else None
-            times = [f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"]
-            times += [f"{profile.compute_s * 1e3:.0f}", f"{row['bound_s'] * 1e3:.0f}"]
-            cells = [model, row["name"], *times, f"{here:.3f}"]
-            cells += [f"{there:.3f}", f"{here - there:+.3f}"] if there else ["", ""]
-            print("| " + " | ".join(cells) + " |", flush=True)
+        for stretch, servers in ((WITH_SERVERS, True), (STRETCH, False)):
+            chosen = {name: METHODS[name] for name in args.methods if name.endswith("-PS") == servers}
+            if chosen:
+                measure(model, chosen, stretch, args)
+
+
+def measure(model: str, methods: dict[str, str], stretch: float, args: argparse.Namespace) -> None:
+    """Run some methods side by side, and print a line for each."""
+    layers = survey_models.MODELS[model]()
+    profile = Profile.of(survey_models.profile(layers, COMPUTE_S[model] * stretch))
+    result = weft.compare(
+        str(Path(__file__).with_name("survey_job.py")),
+        methods,
+        args=(model,),
+        compute="sleep",
+        profile=profile,
+        steps=args.steps,
+        seeds=args.seeds,
+        out=args.out / f"{model}-{stretch:g}",
+    )
+    for row in result.rows:
+        if row["error"]:
+            print(f"| {model} | {row['name']} | {row['error']} |")
+            continue
+        here = profile.compute_s / row["step_s"]
+        published = PUBLISHED[model].get(row["name"])
+        there = published / (16 * ONE_GPU[model]) if published else None
+        times = [f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"]
+        times += [f"{profile.compute_s * 1e3:.0f}", f"{row['bound_s'] * 1e3:.0f}"]
+        cells = [model, row["name"], *times, f"{here:.3f}"]
+        cells += [f"{there:.3f}", f"{here - there:+.3f}"] if there else ["", ""]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

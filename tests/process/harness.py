@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.strategy import Strategy
+from weft.transport.messaging import Key
+
 TIMEOUT_S = 120
 
 
@@ -25,10 +28,15 @@ def spawn(
     context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         children = []
-        for process in range(processes):
+        servers = _servers(env.get("WEFT_STRATEGY", ""), workers or processes)
+        Key.make(Path(folder) / "key")
+        for process in range(processes + servers):
             place = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(processes)}
             place |= {"WEFT_WORKERS": str(workers or processes), "WEFT_STORE": f"{folder}/store", **env}
-            place |= {"WEFT_TIMEOUT_S": "60"}
+            place |= {"WEFT_TIMEOUT_S": "60", "WEFT_KEY_FILE": f"{folder}/key", "WEFT_WORD": folder}
+            place |= {"LOCAL_WORLD_SIZE": str(processes)}
+            if process >= processes:
+                place["WEFT_SERVER"] = str(process - processes)
             answer = Path(folder) / f"answer-{process}"
             children.append((context.Process(target=_child, args=(place, answer, function, args)), answer))
         for child, _ in children:
@@ -46,7 +54,12 @@ def spawn(
         raise ChildError(first[0], first[1])
     if hung or None in outcomes:
         raise ChildError("Hang" if hung else "Death", f"{len(hung)} of {processes} processes had to be killed")
-    return [outcome[1] for outcome in outcomes if outcome is not None]
+    return [outcome[1] for outcome in outcomes[:processes] if outcome is not None]
+
+
+def _servers(strategy: str, workers: int) -> int:
+    """How many servers go with a strategy."""
+    return len(Strategy.parse(strategy).topology.homes(workers)) if strategy else 0
 
 
 class ChildError(Exception):
@@ -64,6 +77,8 @@ def _child(env: dict[str, str], answer: Path, function: Callable[..., Any], args
     torch.set_num_threads(1)
     try:
         outcome: Any = ("value", function(*args))
+    except SystemExit as left:
+        outcome = ("value", None) if not left.code else ("SystemExit", traceback.format_exc())
     except BaseException as error:
         outcome = (type(error).__name__, traceback.format_exc())
     scratch = answer.with_suffix(".part")

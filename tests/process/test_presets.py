@@ -1,4 +1,4 @@
-"""Every named system trains: two processes agree, and what they learn is worth something."""
+"""Every named system trains: two workers agree where they are to, and what they learn is worth something."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 import weft
 from tests.process.harness import spawn
 from weft import systems
+from weft.strategy import Strategy
 
 STEPS = 40
 PRESETS = {each.id: each.strategy for each in systems.catalogue() if each.strategy is not None}
@@ -49,5 +50,6 @@ def judged(model: nn.Module) -> float:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains(name: str) -> None:
     (before, after, weights), (_, _, others) = spawn(2, train, WEFT_STRATEGY=str(PRESETS[name]))
-    assert weights == others
+    synchronous = Strategy.parse(str(PRESETS[name])).synchrony.everyone
+    assert weights == others or not synchronous
     assert after < before

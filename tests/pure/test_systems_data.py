@@ -50,6 +50,23 @@ RUNS = {
     "low_rank": "bsp / direct / error_feedback(powersgd)",
     "linear_scaling": "bsp / direct",
     "lars": "bsp / direct",
+    "parameter_server": "ssp(slack=8) / parameter_server(servers=2)",
+    "tensorflow": "backup / parameter_server(servers=2)",
+    "caffe_on_spark": "bsp / colocated / sequential",
+    "bigdl": "bsp / colocated / cast / sequential",
+    "ssp": "ssp / parameter_server(servers=2)",
+    "cui2014": "ssp / parameter_server(servers=2)",
+    "dynsgd": "staleness_weighted(ssp) / parameter_server(servers=2)",
+    "n_softsync": "staleness_weighted(softsync(n=2)) / parameter_server(servers=2)",
+    "dc_asgd": "delay_compensated(asp) / parameter_server(servers=2)",
+    "implicit_momentum": "negative_momentum(asp) / parameter_server(servers=2)",
+    "bsp_ps": "bsp / parameter_server(servers=0) / sequential",
+    "wfbp_ps": "bsp / parameter_server(servers=0) / wfbp",
+    "bytescheduler_ps": "bsp / parameter_server(servers=0) / priority(partition=4000KiB, least=1B)",
+    "byteps": "bsp / parameter_server(servers=0) / priority(partition=4MB)",
+    "tictac": "bsp / parameter_server(servers=0) / priority(partition=1GiB, least=1B)",
+    "p3": "bsp / parameter_server(servers=0) / priority(partition=200KB, least=1B)",
+    "mxnet_2bit": "bsp / parameter_server(servers=0) / error_feedback(twobit)",
 }
 BESIDE = {"p3"}
 """Known, but named by no survey."""

@@ -100,7 +100,9 @@ def compare(
 def _systems(names: list[str], group: str | None) -> list[Contender]:
     """Systems as contenders; those of one strategy are one contender."""
     chosen = [systems.find(name) for name in names]
-    if group is not None:
+    if group == "survey4":
+        chosen += [systems.find(name) for name in systems.SURVEY4]
+    elif group is not None:
         known = {each.group for each in systems.catalogue()}
         members = [each for each in systems.catalogue() if each.group == group and each.strategy]
         if not members:
@@ -117,7 +119,7 @@ def _systems(names: list[str], group: str | None) -> list[Contender]:
 
 
 def _groups() -> list[str]:
-    return sorted({each.group for each in systems.catalogue() if each.strategy})
+    return sorted({each.group for each in systems.catalogue() if each.strategy} | {"survey4"})
 
 
 class _Watch:

@@ -30,6 +30,10 @@ class System:
         return asdict(self)
 
 
+SURVEY4 = ("bsp_ps", "wfbp_ps", "bytescheduler_ps", "bsp_a2a", "wfbp_a2a", "mg_wfbp", "bytescheduler_a2a")
+"""The seven methods whose throughput one of the surveys measures [Shi et al. 2020]."""
+
+
 @functools.cache
 def catalogue() -> tuple[System, ...]:
     """The 157 of the surveys and what belongs beside them, in the order of the surveys' groups."""

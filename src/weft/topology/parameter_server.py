@@ -22,20 +22,24 @@ class ParameterServer(Topology):
     exact: ClassVar[bool] = True
 
     servers: int = 1
-    """k: how many, beside the workers."""
+    """k: how many, on hosts of their own; 0: one for each worker."""
     encrypted: bool = False
     """Encrypt on a trusted network too; on others, messages always are."""
 
     def __post_init__(self) -> None:
-        if self.servers < 1:
-            raise ValueError(f"servers is {self.servers}, but must be at least 1")
+        if self.servers < 0:
+            raise ValueError(f"servers is {self.servers}, but must be at least 1, or 0 for one for each worker")
+
+    def count(self, workers: int) -> int:
+        """k, for so many workers."""
+        return self.servers or workers
 
     @property
     def encrypts(self) -> bool:
         return self.encrypted
 
     def homes(self, workers: int) -> tuple[int, ...]:
-        return tuple(range(workers, workers + self.servers))
+        return tuple(range(workers, workers + self.count(workers)))
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         n = place.workers
@@ -45,7 +49,7 @@ class ParameterServer(Topology):
             return (yield from Direct().lower(op, me, place))
         assert isinstance(op, Sum)
         flat = op.payload.reshape(-1)
-        edges = bounds(flat.numel(), self.servers)
+        edges = bounds(flat.numel(), self.count(n))
         for server, (a, b) in enumerate(edges):
             yield Push(n + server, (flat[a:b],))
         total = flat.clone()
@@ -59,7 +63,7 @@ class ParameterServer(Topology):
             return pairwise_seconds(nbytes, place)
         if op is All:
             return Direct().seconds(op, nbytes, place)
-        busiest = nbytes * max(1.0, place.workers / self.servers)
+        busiest = nbytes * max(1.0, place.workers / self.count(place.workers))
         return 2 * (place.latency_s + busiest / place.bytes_per_s)
 
     def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
