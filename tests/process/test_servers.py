@@ -98,7 +98,7 @@ def serve(
     )
     tell.send(server.address)
     tell.recv()
-    tell.send(("seen", server.staleness, server.version, len(server.bundles)))
+    tell.send(("seen", server.tally.staleness, server.version, len(server.bundles)))
     server.close()
 
 

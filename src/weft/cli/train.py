@@ -24,7 +24,7 @@ from weft.lab.cluster import Cluster
 from weft.lab.experiment import slow_seat
 from weft.lab.request import parse_slow
 from weft.runtime.choose import DEFAULT, winner
-from weft.runtime.folder import describe_launch, launched, summary
+from weft.runtime.folder import asynchrony, describe_launch, launched, summary
 from weft.runtime.launch import JobFailedError, Launch, LeftError, Seat, find_job, launch
 from weft.runtime.record import writing
 from weft.store.checkpoint import Policy, found_in, newest, step_of, verify
@@ -256,8 +256,25 @@ def _print_summary(show: Console, row: dict[str, Any]) -> None:
     if row["final_loss"] is not None:
         lines.append(("final loss", f"{row['final_loss']:.4f}"))
     lines += [(key.replace("_", " "), f"{value:.4f}") for key, value in row.get("report", {}).items()]
+    lines += _about_servers(row.get("servers", []))
     lines.append(("folder", row["folder"]))
     table(show, [f"{row['steps']} steps", ""], lines)
+
+
+def _about_servers(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """How late gradients were, and who waited for whom."""
+    if not rows:
+        return []
+    seen = asynchrony(rows)
+    lines = [("busiest server, in and out", bytes_text(seen["server_bytes"]))]
+    if seen["staleness_mean"] is not None:
+        lines.append(
+            ("staleness, updates", f"{seen['staleness_mean']:.2f} on average, {seen['staleness_most']} at most")
+        )
+    if seen["longest_wait"] is not None:
+        who, on, seconds = seen["longest_wait"]
+        lines.append(("waited most", f"worker {who}, {seconds:.1f} s" + (f" for worker {on}" if on != who else "")))
+    return lines
 
 
 class _Bar:

@@ -46,11 +46,12 @@ class Board:
         busy = middle(sample.busy_s for sample in samples)
         wire = middle(sample.wire_bytes_worker for sample in samples)
         rates = [link["payload_bytes_s"] for link in self.links]
-        bound = max(self._computing_bound(alone, busy), wire / min(rates) if rates else 0.0)
+        carried = middle(sample.bound_bytes for sample in samples)
+        bound = max(self._computing_bound(alone, busy), carried / min(rates) if rates else 0.0)
         known = [sample.final_loss for sample in samples if sample.final_loss is not None]
         reached = [sample.time_to_target_s for sample in samples if sample.time_to_target_s is not None]
         counted = [sample.wire_bytes_link for sample in samples if sample.wire_bytes_link is not None]
-        rate = samples[0].samples / step_s
+        rate = samples[0].samples / step_s if contender.in_step else middle(map(self._together, samples))
         figures = {
             "step_s": step_s,
             "step_s_spread": _spread(times),
@@ -64,8 +65,13 @@ class Board:
             "bound_share": bound / step_s,
             "final_loss": middle(known) if known else None,
             "time_to_target_s": middle(reached) if len(reached) == len(samples) else None,
+            "asynchrony": samples[0].asynchrony,
         }
         return row | figures | {"compute": self.request.compute, "error": self.errors.get(contender.name)}
+
+    def _together(self, sample: Sample) -> float:
+        """Samples in a second where every host goes at its own pace: the sum of their rates."""
+        return sum(sample.samples / self.request.hosts / seconds for seconds in sample.host_steps_s)
 
     def one_host_s(self) -> float:
         assert self.one_host is not None
@@ -89,7 +95,7 @@ class Board:
 
 _FIGURES = (
     *("step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker", "wire_bytes_link", "exposed_s"),
-    *("compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s"),
+    *("compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s", "asynchrony"),
 )
 
 

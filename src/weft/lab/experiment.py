@@ -19,7 +19,7 @@ from typing import Any
 from weft.errors import JobError
 from weft.lab import peers
 from weft.lab.cluster import Cluster, Loopback
-from weft.ops import Spec
+from weft.ops import Spec, Sum
 from weft.profile import Profile
 from weft.runtime import folder as run_folder
 from weft.runtime.launch import Launch, Seat, launch
@@ -57,6 +57,11 @@ class Contender:
         """Steps after which its pattern repeats; step times are averaged over so many."""
         return peers.find(self.peer).period if self.peer is not None else 1
 
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers take each step together."""
+        return self.strategy is None or self.strategy.synchrony.everyone
+
     def homes(self, workers: int) -> tuple[int, ...]:
         """Where its servers sit, if it has any."""
         return self.strategy.topology.homes(workers) if self.strategy is not None else ()
@@ -71,6 +76,18 @@ class Contender:
         strategy = self.strategy
         rounds = strategy.compression.rounds(specs, workers)
         return sum(strategy.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
+
+    def link_bytes(self, specs: Sequence[Spec], workers: int) -> float:
+        """What the busiest link must carry in a step, one way, where servers send models back; else 0."""
+        homes = self.homes(workers)
+        if not homes:
+            return 0.0
+        assert self.strategy is not None
+        topology, model = self.strategy.topology, sum(spec.nbytes for spec in specs)
+        rounds = self.strategy.compression.rounds(specs, workers)
+        back = topology.link_bytes(Sum, model, workers)
+        there = sum(topology.link_bytes(each.op, each.nbytes, workers) for each in rounds)
+        return max(back, there) if homes[0] >= workers else (back + there) / 2  # the same links carry both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +118,8 @@ class Sample:
     samples: float
     """Samples in a step, of all workers."""
     wire_bytes_worker: float
+    bound_bytes: float
+    """What the busiest link must carry in a step, one way."""
     wire_bytes_link: float | None
     """Bytes with headers that the busiest link carried in a step, in its busier direction."""
     busy_s: float
@@ -111,6 +130,8 @@ class Sample:
     time_to_target_s: float | None
     host_steps_s: list[float]
     """Each host's own mean step time."""
+    asynchrony: dict[str, Any] | None = None
+    """How late gradients were, and who waited for whom, where there were servers."""
 
 
 @dataclass(frozen=True)
@@ -230,13 +251,17 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
         steps_s=_periods([event["step_s"] for event in timed], contender.period),
         samples=statistics.median(event["samples"] for event in timed),
         wire_bytes_worker=declared,
+        bound_bytes=max(declared, contender.link_bytes(specs, hosts)),
         wire_bytes_link=link,
         busy_s=(after.busy_s - before.busy_s) / len(timed),
         cpu_share=(after.busy_s - before.busy_s) / spent if spent else 0.0,
         steal_share=(after.steal_s - before.steal_s) / spent if spent else 0.0,
         final_loss=smooth[-1] if smooth else None,
-        time_to_target_s=_reached(steps, smooth, task.target_loss),
+        time_to_target_s=_reached(steps, smooth, task.target_loss)
+        if contender.in_step
+        else _reached_apart(out, hosts, task.target_loss),
         host_steps_s=_host_means(out, warmup),
+        asynchrony=run_folder.asynchrony(rows) if (rows := run_folder.servers(out)) else None,
     )
 
 
@@ -259,6 +284,20 @@ def _reached(steps: list[dict[str, Any]], smooth: list[float | None], target: fl
     for event, loss in zip(steps, smooth, strict=False):
         if loss is not None and loss <= target and event["step"] >= _TRAILING:
             return float(event["time_s"] - began)
+    return None
+
+
+def _reached_apart(out: Path, hosts: int, target: float | None) -> float | None:
+    """The same where workers are at different steps: the mean of the last few losses of all of them, as time goes."""
+    if target is None:
+        return None
+    lines = [json.loads(line) for file in out.glob("events-*.jsonl") for line in file.read_text().splitlines()]
+    lines.sort(key=lambda event: float(event["time_s"]))
+    losses = [event.get("loss") for event in lines]
+    for at, event in enumerate(lines):
+        known = [loss for loss in losses[max(0, at + 1 - _TRAILING * hosts) : at + 1] if loss is not None]
+        if at + 1 >= _TRAILING * hosts and known and statistics.mean(known) <= target:
+            return float(event["time_s"] - min(_began([each for each in lines if each["step"] <= 2]), event["time_s"]))
     return None
 
 

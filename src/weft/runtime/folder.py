@@ -8,7 +8,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,35 @@ def summary(folder: Path) -> dict[str, Any]:
         row = _row(folder, environment, steps)
     if (folder / "report.json").exists():
         row["report"] = read_json(folder, "report.json")
+    if found := servers(folder):
+        row["servers"] = found
     return row
+
+
+def servers(folder: Path) -> list[dict[str, Any]]:
+    """What each parameter server has seen (`tally`), if there were any."""
+    with _understood(folder):
+        rows = [_a(dict, read_json(folder, file.name)) for file in folder.glob("server-*.json")]
+        return sorted(rows, key=lambda row: _a(int, row["server"]))
+
+
+def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All servers' tallies in a few figures: how late gradients were, and who has waited most for whom."""
+    late = Counter[int]()
+    waits = Counter[tuple[int, int]]()
+    for row in rows:
+        for _, staleness, count in row["staleness"]:
+            late[staleness] += count
+        for who, on, seconds in row["waits"]:
+            waits[who, on] = max(waits[who, on], seconds)  # servers are waited for at the same time
+    most = max(waits, key=lambda pair: waits[pair], default=None)
+    return {
+        "staleness_mean": sum(k * n for k, n in late.items()) / late.total() if late else None,
+        "staleness_most": max(late, default=None),
+        "queue_most": max((row["queue_most"] or 0 for row in rows), default=None),
+        "server_bytes": max((row["received_bytes"] + row["sent_bytes"] for row in rows), default=None),
+        "longest_wait": [*most, waits[most]] if most is not None else None,
+    }
 
 
 def _row(folder: Path, environment: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:

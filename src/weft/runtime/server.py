@@ -9,6 +9,7 @@ So a server's optimizer is whatever the job has, with nothing sent but numbers. 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import random
 from pathlib import Path
@@ -23,6 +24,7 @@ from weft.errors import LoopError, PeerLost, UserError
 from weft.numerics import Lamb, Lars
 from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
+from weft.runtime.record import write_json
 from weft.runtime.serving import Kept, Loss, ParameterServer, part_optimizer
 from weft.runtime.world import World
 from weft.strategy import Strategy
@@ -103,9 +105,13 @@ class ServerRun:
             lost=losses.put,
         )
         self.world.announce(index, server.address)
-        while not server.over.wait(0.1):
-            if not losses.empty():
-                self._lost(losses.get())
+        try:
+            while not server.over.wait(0.1):
+                if not losses.empty():
+                    self._lost(losses.get())
+        finally:
+            if out := os.environ.get("WEFT_OUT"):
+                write_json(Path(out) / f"server-{index}.json", server.tally.row(index, server.version))
         server.close()
         raise SystemExit(0)
 

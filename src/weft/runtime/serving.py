@@ -14,7 +14,7 @@ import json
 import logging
 import queue
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from weft.compression import Compressor, Context, Piece
 from weft.ops import Spec
 from weft.runtime.holder import Contribution, Holder
 from weft.runtime.pushing import heard
+from weft.runtime.tally import Tally
 from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
 from weft.runtime.verbs import packed as packed_state
 from weft.runtime.verbs import unpacked as unpacked_state
@@ -97,7 +98,7 @@ class _Open:
         """By worker: a step's gradients, where word of the step is still to come."""
         self.done = [0] * holder.workers
         """Steps of each worker that count, since it joined."""
-        self.waiting: dict[int, tuple[Request, int, int]] = {}
+        self.waiting: dict[int, tuple[Request, int, int, float]] = {}
         self.used: list[Request] = []
         """Pushes whose memory the present round still needs."""
         self._snapshot: tuple[int, list[memoryview]] | None = None
@@ -140,8 +141,7 @@ class ParameterServer:
     ) -> None:
         self.compression, self.seed, self.workers, self._lost = compression, seed, workers, lost
         self.synchrony = synchrony
-        self.staleness: Counter[tuple[int, int]] = Counter()
-        """How many contributions of each worker became part of an update so many updates late."""
+        self.tally = Tally(workers)
         self.bundles = [
             _Open(each, Holder(synchrony, each.parts, workers, each.step, updated=self._updated)) for each in kept
         ]
@@ -185,6 +185,7 @@ class ParameterServer:
 
     def _serve(self) -> None:
         while (request := self._inbox.get()) is not None:
+            self.tally.depths[self._inbox.qsize()] += 1
             if isinstance(request, Loss):
                 self._leave(request)
                 continue
@@ -300,7 +301,7 @@ class ParameterServer:
         self._gone.add(worker)
         for bundle in self.bundles:
             bundle.holder.leave(worker)
-        self._answer_all()
+        self._answer_all(worker)
         self._answer_tellings()
 
     def _give_up(self, bundle: _Open, worker: int) -> None:
@@ -341,6 +342,7 @@ class ParameterServer:
     def _hear(self, worker: int, bundle: _Open, step: int, push: Request) -> None:
         """Understand a push. A gradient that is not there has no words; others stay where they came to."""
         kept, words = bundle.kept, push.parts[1:]
+        self.tally.received_bytes += sum(len(word) for word in words)
         grads: list[Tensor | None] = []
         if self.compression.lossless:
             for part, data in zip(kept.parts, words, strict=True):
@@ -370,41 +372,44 @@ class ParameterServer:
         bundle.release()
         if bundle is self.bundles[0]:
             self._buffers.counted(worker, bundle.holder.version if bundle.holder.version > version else None)
-        self._answer(bundle)
+        self._answer(bundle, worker)
 
     def _pull(self, worker: int, number: int, steps: int, urgency: int, request: Request) -> None:
         if number == BUFFERS:
             self._buffers.ask(worker, request, steps)
-            self._answer(self.bundles[0])
+            self._answer(self.bundles[0], worker)
             return
         if worker in self._failed:
             request.refuse(self._failed[worker])
             return
         bundle = self._bundle(number)
         self._give_up(bundle, worker)
-        bundle.waiting[worker] = request, steps, urgency
-        self._answer(bundle)
+        bundle.waiting[worker] = request, steps, urgency, time.monotonic()
+        self._answer(bundle, worker)
 
-    def _answer_all(self) -> None:
+    def _answer_all(self, by: int = 0) -> None:
         for bundle in self.bundles:
-            self._answer(bundle)
+            self._answer(bundle, by)
 
-    def _answer(self, bundle: _Open) -> None:
-        """Whoever may go on gets the bundle."""
+    def _answer(self, bundle: _Open, by: int) -> None:
+        """Whoever may go on gets the bundle; `by` is the worker who has just changed what may be."""
         if not self._started:
             return
         holder = bundle.holder
-        for worker, (request, steps, urgency) in list(bundle.waiting.items()):
+        for worker, (request, steps, urgency, since) in list(bundle.waiting.items()):
             if bundle.done[worker] >= steps and holder.may_start(worker):
                 del bundle.waiting[worker]
                 version = holder.read(worker)
                 about = PULLED.pack(version, self._buffers.leaving(version))
-                request.reply([memoryview(about), *bundle.snapshot(version)], priority=urgency)
+                values = bundle.snapshot(version)
+                request.reply([memoryview(about), *values], priority=urgency)
+                self.tally.sent_bytes += sum(len(part) for part in values)
+                self.tally.answered(worker, steps, time.monotonic() - since, by)
         if bundle is self.bundles[0]:
             self._buffers.answer(lambda worker, steps: bundle.done[worker] >= steps and holder.may_start(worker))
 
     def _updated(self, worker: int, staleness: int) -> None:
-        self.staleness[worker, staleness] += 1
+        self.tally.staleness[worker, staleness] += 1
 
 
 class _Buffers:

@@ -40,3 +40,7 @@ class Topology(Answer, ABC):
     @abstractmethod
     def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
         """Bytes that the busiest worker sends."""
+
+    def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
+        """Bytes that the busiest host's link carries one way, servers' hosts included."""
+        return self.wire_bytes(op, nbytes, workers)

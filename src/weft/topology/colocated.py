@@ -39,5 +39,8 @@ class Colocated(Topology):
     def seconds(self, op: type[Collective], nbytes: int, place: Place) -> float:
         return pairwise_seconds(nbytes, place) if op is Scatter else Direct().seconds(op, nbytes, place)
 
+    def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
+        return 2 * self.wire_bytes(op, nbytes, workers)
+
     def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
         return nbytes * (workers - 1) / workers if op is not All else Direct().wire_bytes(op, nbytes, workers)

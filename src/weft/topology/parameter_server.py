@@ -66,5 +66,8 @@ class ParameterServer(Topology):
         busiest = nbytes * max(1.0, place.workers / self.count(place.workers))
         return 2 * (place.latency_s + busiest / place.bytes_per_s)
 
+    def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
+        return self.wire_bytes(op, nbytes, workers) * max(1.0, workers / self.count(workers))
+
     def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
         return float(nbytes) if op is Sum else Direct().wire_bytes(op, nbytes, workers)

@@ -1,0 +1,52 @@
+"""What a server sees of its workers: how late gradients are, who waits for whom, how busy it is."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Tally:
+    """Counts of one server; `row` is what it leaves in the run folder, as server-<i>.json."""
+
+    workers: int
+    staleness: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many contributions of each worker became part of an update so many updates late."""
+    depths: Counter[int] = field(default_factory=Counter)
+    """How many requests were waiting when one was taken."""
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    waits_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """How long each worker's steps have waited, and for whose gradients."""
+    _last: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+
+    def answered(self, worker: int, step: int, waited_s: float, by: int) -> None:
+        """A worker's pull was answered, after so long, by the coming of another's gradients.
+
+        A step's wait is that of its last bundle.
+        """
+        known = self._last.get(worker)
+        if known is not None and known[0] != step:
+            _, seconds, blamed = known
+            self.waits_s[worker, blamed] = self.waits_s.get((worker, blamed), 0.0) + seconds
+        if known is None or known[0] != step or waited_s > known[1]:
+            self._last[worker] = step, waited_s, by
+
+    def row(self, server: int, updates: int) -> dict[str, Any]:
+        late = [staleness for (_, staleness), count in self.staleness.items() for _ in range(count)]
+        depths = [depth for depth, count in self.depths.items() for _ in range(count)]
+        return {
+            "server": server,
+            "updates": updates,
+            "staleness": [[worker, late, count] for (worker, late), count in sorted(self.staleness.items())],
+            "staleness_mean": statistics.fmean(late) if late else None,
+            "staleness_most": max(late, default=None),
+            "queue_median": statistics.median(depths) if depths else None,
+            "queue_most": max(depths, default=None),
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
+            "waits": [[who, on, round(seconds, 4)] for (who, on), seconds in sorted(self.waits_s.items())],
+        }
