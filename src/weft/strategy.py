@@ -132,6 +132,8 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
             instead=f"'bsp / {topology}', or '{synchrony} / parameter_server'",
         )
+    if topology.shares_memory:
+        yield from _sharing_memory(strategy)
     if topology.homes(1):
         yield from _with_servers(strategy)
     for outer, inner in nested(compression):
@@ -162,6 +164,18 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 str(inner),
                 why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
                 instead=f"'{inner}' alone, or error_feedback(topk), or error_feedback(sign(scaled=true))",
+            )
+
+
+def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:
+    """Where everyone writes into one model, there is nobody to wait for, and nothing to compress or to order."""
+    for answer, instead in ((strategy.synchrony, "asp"), (strategy.compression, "dense"), (strategy.schedule, "fused")):
+        if str(answer) != instead:
+            yield Conflict(
+                str(answer),
+                str(strategy.topology),
+                why="workers write into one model without exchanging anything",
+                instead="'asp / shared_memory'",
             )
 
 

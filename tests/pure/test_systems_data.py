@@ -50,6 +50,8 @@ RUNS = {
     "low_rank": "bsp / direct / error_feedback(powersgd)",
     "linear_scaling": "bsp / direct",
     "lars": "bsp / direct",
+    "firecaffe": "bsp / tree / sequential",
+    "hogwild": "asp / shared_memory",
     "parameter_server": "ssp(slack=8) / parameter_server(servers=2)",
     "tensorflow": "backup / parameter_server(servers=2)",
     "caffe_on_spark": "bsp / colocated / sequential",

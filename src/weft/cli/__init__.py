@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-COMMANDS = ("train", "compare", "check", "answers", "systems", "lab", "export", "doctor")
+COMMANDS = ("train", "join", "compare", "check", "answers", "systems", "lab", "export", "doctor")
 
 
 @app.callback(invoke_without_command=True)

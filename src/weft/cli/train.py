@@ -56,6 +56,10 @@ def train(
     nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machines meet: on node 0.")] = "",
+    key_file: Annotated[
+        Path | None, typer.Option(help="With parameter servers on several machines: their key (`weft key`).")
+    ] = None,
+    join: Annotated[int, typer.Option(help="So many processes, the last, are started elsewhere by `weft join`.")] = 0,
     network: Annotated[
         str, typer.Option(help="Between machines: trusted, or untrusted, where nothing goes unencrypted.")
     ] = "untrusted",
@@ -90,6 +94,8 @@ def train(
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        key_file=key_file,
+        joining=join,
         network=network,
         strategy=chosen,
         steps=steps,

@@ -183,7 +183,7 @@ def run(
             args=task.args,
             workers=hosts,
             servers=len(contender.homes(hosts)),
-            forgoes=contender.strategy is not None and not contender.strategy.synchrony.everyone,
+            forgoes=not contender.in_step,
             strategy=contender.strategy,
             steps=task.steps,
             seed=seed,

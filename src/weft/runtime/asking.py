@@ -30,6 +30,8 @@ class _Way:
     number: int
     bundle: Bundle
     came: set[str] = field(default_factory=set)
+    asked: int = -1
+    """The step after which it was last asked for."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class Servers:
         """Taken since joining."""
         self.sent_bytes = 0.0
         """To other hosts."""
-        self._begun: list[Pending] = []
+        self._pushed: list[Pending] = []
+        self._replies: dict[str, list[Pending]] = {}
+        self._first = bytearray(PULLED.size)
         self._tellings = itertools.count()
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -155,10 +159,11 @@ class Servers:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def push(self, name: str, grad: Tensor | None, step: int) -> None:
+    def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
         """Send a gradient, flat and already multiplied by this worker's share, with those that travel with it.
 
-        It must not change until the model of the next step is there. None: there is no gradient.
+        It must not change until the model of the next step is there. None: there is no gradient. `into`: have what it
+        becomes brought there at once, instead of with `pull`.
         """
         self._grads[name] = grad
         self._order.setdefault(name, len(self._order))
@@ -167,6 +172,8 @@ class Servers:
             if len(way.came) == len({part.name for part in way.bundle}):
                 way.came.clear()
                 self._send(way, step)
+                if into is not None:
+                    self._ask_for(way, into)
 
     def _send(self, way: _Way, step: int) -> None:
         words: list[memoryview] = []
@@ -177,7 +184,8 @@ class Servers:
             elif self.compression.lossless:
                 words.append(memoryview(b""))
         head = memoryview(PUSH.pack(self.worker, way.number, step))
-        self.clients[way.server].ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way))
+        client = self.clients[way.server]
+        self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way)))
         if way.server != self.near:
             self.sent_bytes += sum(len(word) for word in words)
 
@@ -201,30 +209,40 @@ class Servers:
         head = memoryview(BEGIN.pack(self.worker, step, share, leave))
         numbers = memoryview(json.dumps(hyper).encode())
         blob = [memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))] if buffers else []
-        self._begun = [
+        self._pushed = [
             client.ask(Verb.BEGIN, [head, numbers, *(blob if not server else [])], once=True, priority=AT_ONCE)
             for server, client in enumerate(self.clients)
         ]
         self.steps += 1
+        self._replies, self._first = {}, bytearray(PULLED.size)
+
+    def pushed(self, timeout_s: float) -> None:
+        """Until all gradients of the step have arrived."""
+        for each in self._pushed:
+            each.wait(timeout_s)
+
+    def _ask_for(self, way: _Way, into: Mapping[str, Tensor]) -> None:
+        about = self._first if way is self.ways[0] else bytearray(PULLED.size)
+        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
+        head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
+        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE)
+        way.asked = self.steps
+        for name in {part.name for part in way.bundle}:
+            self._replies.setdefault(name, []).append(asked)
 
     def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pulled:
-        """Ask for the model, which comes into the memory of these flat tensors once this worker may go on."""
+        """Ask for what was not asked for yet: it comes into the memory of these flat tensors once this worker may go
+        on."""
         self._model = model
-        replies: dict[str, list[Pending]] = {name: list(self._begun) for name in self._of}
-        first = bytearray(PULLED.size)
         for way in self.ways:
-            about = first if way is self.ways[0] else bytearray(PULLED.size)
-            into = [memoryview(about), *(raw(model[part.name][part.start : part.stop]) for part in way.bundle)]
-            head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
-            asked = self.clients[way.server].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
-            for name in {part.name for part in way.bundle}:
-                replies[name].append(asked)
+            if way.asked < self.steps:
+                self._ask_for(way, model)
         waits = None
         if buffers:
             head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
             into = [raw(buffer) for buffer in buffers]
             waits = self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
-        return Pulled(replies, first, waits)
+        return Pulled(self._replies, self._first, waits)
 
 
 # --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------

@@ -111,6 +111,9 @@ class BetweenSteps:
     def _prepare(self, root: Path) -> None:
         """Clear what a killed writer left, and agree on a name that nothing of an earlier part of the run has."""
         layout, number = self.transport.layout, secrets.randbits(48)
+        if not self.strategy.synchrony.everyone:
+            self._prepare_alone(root, f"{number:012x}")
+            return
         if layout.process == 0:
             with writing(root):
                 root.mkdir(parents=True, exist_ok=True)
@@ -127,20 +130,23 @@ class BetweenSteps:
                 raise UserError(what)
             log.warning("%s", what)
             return
-        self._saving = self._writer(root, token)
+        self._saving = Saving(root, layout, self.policy, token, self.timeout_s, 1 if self.parts.served else None)
+        self._listen()
+
+    def _prepare_alone(self, root: Path, token: str) -> None:
+        """Where workers are at different steps worker 0 saves, alone: the others would have to be waited for."""
+        if self.transport.layout.process == 0:
+            with writing(root):
+                root.mkdir(parents=True, exist_ok=True)
+                tidy(root)
+            self._saving = Saving(root, Layout(workers=1), self.policy, token, self.timeout_s)
+        self._listen()
+
+    def _listen(self) -> None:
+        """SIGTERM asks this process to leave, once it has saved."""
         usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask)
-
-    def _writer(self, root: Path, token: str) -> Saving | None:
-        """Who writes this process's part. With servers, worker 0 writes what all have alike; and where workers are at
-        different steps it writes alone, since each would have to be waited for."""
-        layout, served = self.transport.layout, self.parts.served is not None
-        if served and not self.strategy.synchrony.everyone:
-            layout = Layout(workers=1)
-            if self.transport.layout.process > 0:
-                return None
-        return Saving(root, layout, self.policy, token, self.timeout_s, 1 if served else None)
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
@@ -172,9 +178,9 @@ class BetweenSteps:
     def resumed(self, epoch: Epoch) -> None:
         saved = self._saved
         if saved is not None and epoch.number == saved.common["epoch"]:
-            if self.parts.served is None:
+            if self.strategy.synchrony.everyone and self.parts.served is None:
                 put_back(self.parts, saved)
-            else:  # the servers have the model, and it is theirs
+            else:  # the model is the servers', or everyone's, and others may have gone on with it
                 put_back_followers(self.parts, saved)
             put_back_workers(self.parts, saved, self.strategy)
             self._saved = None

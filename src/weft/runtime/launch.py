@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft import jobs
 from weft.errors import JobError, UserError, WeftError, nearest
 from weft.runtime.between import LEFT
+from weft.runtime.desk import Desk, parse_address
 from weft.runtime.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
@@ -61,6 +62,10 @@ class Launch:
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
+    key_file: Path | None = None
+    """What processes on several machines prove themselves with; one machine makes its own."""
+    joining: int = 0
+    """So many of the processes, the last ones, are started by hand, with `weft join`."""
     network: str = "untrusted"
     """What lies between the nodes: `trusted` where nobody else is on it."""
     strategy: Strategy | None = None
@@ -81,9 +86,14 @@ class Launch:
     module: str = "weft.runtime.child"
     """What each process runs; it is given the job and its arguments."""
 
+    @property
+    def count(self) -> int:
+        """Processes that carry workers."""
+        return self.processes if self.processes is not None else self.workers
+
     def checked(self) -> Launch:
         """Itself, or one sentence about what cannot be."""
-        count = self.processes if self.processes is not None else self.workers
+        count = self.count
         if self.workers < 1:
             raise UserError(f"-n is {self.workers}, but a run has at least one worker")
         if not 1 <= count <= self.workers:
@@ -96,18 +106,17 @@ class Launch:
             raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
         if self.network not in ("trusted", "untrusted"):
             raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
-        if self.servers and (self.nodes > 1 or count < self.workers):
-            raise UserError(
-                "parameter servers run on one machine so far, with a process for each worker; leave out --nodes and "
-                "--processes"
-            )
+        if self.servers and count < self.workers:
+            raise UserError("with parameter servers there is a process for each worker; leave out --processes")
+        self._check_meeting()
         host = self.rendezvous.rpartition(":")[0]
-        if self.nodes > 1 and host and self.network != "trusted":
+        if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
             check_network(host)
-        if count % self.nodes:
-            raise UserError(f"{count} processes cannot be divided among {self.nodes} nodes; choose a multiple")
+        if (count + self.servers) % self.nodes:
+            what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
+            raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")
         gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
-        here = count // self.nodes
+        here = -(-count // self.nodes)
         if self.device == "cuda" and not gpus:
             raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
         if gpus and here > gpus and not self.share_gpus:
@@ -116,6 +125,27 @@ class Launch:
                 "or --share-gpus (over Gloo, for trying things out)"
             )
         return self
+
+    def _check_meeting(self) -> None:
+        """What it takes to have servers on several machines, or to be joined."""
+        apart = self.servers and (self.nodes > 1 or self.rendezvous or self.joining)
+        if self.joining and not (self.servers and self.rendezvous):
+            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
+        if not 0 <= self.joining < self.workers + self.servers:
+            raise UserError(f"--join is {self.joining}, but at least one process is started here")
+        if apart and self.key_file is None:
+            raise UserError(
+                "parameter servers on several machines need --key-file F, the same everywhere; make one with "
+                "`weft key F` and copy it"
+            )
+        if apart:
+            parse_address(self.rendezvous)
+            Key.read(self.key_file or Path())
+
+    @property
+    def desk(self) -> str:
+        """Where processes ask for servers and for seats, if not in a folder of this machine."""
+        return self.rendezvous if self.servers and self.rendezvous else ""
 
 
 def find_job(name: str) -> Path:
@@ -157,6 +187,8 @@ class _Child:
     rank: int
     process: subprocess.Popen[bytes]
     server: bool = False
+    missed: bool = False
+    """Whether it was said that the others go on without it."""
     rest: dict[int, bytes] = field(default_factory=dict)
     ended: bool = False
 
@@ -164,7 +196,12 @@ class _Child:
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
     """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
     job = find_job(spec.job)
-    with _scratch() as folder, _ended() as children, _meeting_point(spec, folder) as meeting:
+    with (
+        _scratch() as folder,
+        _ended() as children,
+        _meeting_point(spec, folder) as meeting,
+        _desk(spec, job, on_line) as desk,
+    ):
         progress, progress_in = os.pipe()
         try:
             for child in _start(spec, job, folder, meeting, progress_in):
@@ -172,12 +209,13 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
         finally:
             os.close(progress_in)
         with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
-            _attend(children, pipe, on_line, on_progress, spec.forgoes)
+            _attend(children, pipe, on_line, on_progress, spec.forgoes, desk)
         if asked.is_set():
             saved = all(child.process.poll() in (0, LEFT) for child in children)
             raise LeftError("stopped, after it was saved" if saved else "stopped, before it could be saved")
-        if spec.forgoes and all(child.process.poll() == 0 for child in children if child.server):
-            return  # the servers saw everyone leave, or go
+        failed = [child for child in children if child.process.poll() != 0]
+        if spec.forgoes and len(failed) < spec.workers and not any(child.server for child in failed):
+            return  # whoever was lost, others went on to the end
         _judge(children, folder)
 
 
@@ -209,33 +247,20 @@ def _ended() -> Iterator[list[_Child]]:
 
 
 def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
-    count = spec.processes if spec.processes is not None else spec.workers
-    here = count // spec.nodes
-    threads = max(1, (os.cpu_count() or 1) // (here + spec.servers))
-    key_file = Key.make(folder / "key").file if spec.servers else None
-    for local in range(here + spec.servers):
-        rank = spec.node_rank * here + local
-        env = os.environ | meeting
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
-        env |= {"WEFT_WORKERS": str(spec.workers), "WEFT_WORD": str(folder), "WEFT_DEVICE": spec.device}
+    here = (spec.count + spec.servers) // spec.nodes - spec.joining
+    threads = max(1, (os.cpu_count() or 1) // here)
+    key_file = spec.key_file.absolute() if spec.key_file else None
+    if spec.servers and key_file is None:
+        key_file = Key.make(folder / "key").file
+    for local in range(here):
+        rank = spec.node_rank * ((spec.count + spec.servers) // spec.nodes) + local
+        env = {**os.environ, **meeting, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(min(here, spec.count))}
         env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        env |= {"WEFT_LAUNCHER": str(int(os.getpid() == 1))}
-        said = {
-            "WEFT_CLI_STRATEGY": str(spec.strategy) if spec.strategy else None,
-            "WEFT_STEPS": spec.steps,
-            "WEFT_SEED": spec.seed,
-            "WEFT_OUT": spec.out,
-            "WEFT_TRACE": "1" if spec.trace else None,
-            "WEFT_JOB": job,
-            "WEFT_NETWORK": spec.network if spec.nodes > 1 else None,
-            "WEFT_RESUME": spec.resume,
-            "WEFT_SAVE_EVERY": spec.policy.every if spec.policy else None,
-            "WEFT_KEEP_LAST": spec.policy.last if spec.policy else None,
-            "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
-            "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
+        env |= {"WEFT_LAUNCHER": str(int(os.getpid() == 1)), "WEFT_WORD": str(folder)}
+        said = _said(spec, job, rank) | {
             "WEFT_PROGRESS_FD": progress if rank == 0 else None,
-            "WEFT_SERVER": local - here if local >= here else None,
             "WEFT_KEY_FILE": key_file,
+            "WEFT_MEETING": folder if spec.nodes == 1 and not spec.desk else None,
         }
         for key, value in said.items():
             env.pop(key, None)
@@ -254,14 +279,71 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             start_new_session=True,
             pass_fds=[progress] if rank == 0 else [],
         )
-        yield _Child(rank, process, local >= here)
+        yield _Child(rank, process, rank >= spec.count)
+
+
+def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
+    """What a process is told about the run and its place in it, wherever it is started."""
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": spec.count,
+        "WEFT_WORKERS": spec.workers,
+        "WEFT_DEVICE": spec.device,
+        "WEFT_CLI_STRATEGY": str(spec.strategy) if spec.strategy else None,
+        "WEFT_STEPS": spec.steps,
+        "WEFT_SEED": spec.seed,
+        "WEFT_OUT": spec.out,
+        "WEFT_TRACE": "1" if spec.trace else None,
+        "WEFT_JOB": job,
+        "WEFT_NETWORK": spec.network if spec.nodes > 1 or spec.desk else None,
+        "WEFT_RESUME": spec.resume,
+        "WEFT_SAVE_EVERY": spec.policy.every if spec.policy else None,
+        "WEFT_KEEP_LAST": spec.policy.last if spec.policy else None,
+        "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
+        "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
+        "WEFT_SERVER": rank - spec.count if rank >= spec.count else None,
+        "WEFT_DESK": spec.desk or None,
+    }
+
+
+def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
+    """The same for whoever joins: the job by its name or path, and nothing that is this machine's alone."""
+    known = _said(replace(spec, out=spec.out.absolute() if spec.out else None), job, rank)
+    env = {key: str(value) for key, value in known.items() if value is not None}
+    env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WEFT_CLI_STRATEGY": str(spec.strategy)}
+    return {"job": spec.job if jobs.path(spec.job) else str(job.absolute()), "args": list(spec.args), "env": env}
+
+
+@contextmanager
+def _desk(spec: Launch, job: Path, on_line: Callable[[int, str], None]) -> Iterator[Desk | None]:
+    """The run's desk, where it has one and this is the machine that keeps it."""
+    if not spec.desk or spec.node_rank > 0:
+        yield None
+        return
+    host, port = parse_address(spec.desk)
+    total = spec.count + spec.servers
+    try:
+        desk = Desk(
+            (host, port),
+            Key.read(spec.key_file or Path()),
+            encrypted=spec.network != "trusted",
+            vacant=range(total - spec.joining, total),
+            seat=lambda rank: _seat(spec, job, rank),
+            said=lambda text: on_line(0, text),
+        )
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+    try:
+        yield desk
+    finally:
+        desk.close()
 
 
 @contextmanager
 def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
     """Where processes meet: a file on one machine, a store that listens on the one address given on several."""
-    if spec.nodes == 1:
-        yield {"WEFT_STORE": str(folder / "store")}
+    if spec.nodes == 1 or spec.desk:
+        yield {"WEFT_STORE": str(folder / "store") if not spec.desk else ""}
         return
     host, _, port = spec.rendezvous.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -284,11 +366,13 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(1024)
     except OSError as error:
-        remedy = "another port" if "in use" in str(error) else "an address of this machine"
-        raise JobError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}"
-        ) from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> JobError:
+    remedy = "another port" if "in use" in str(error) else "an address of this machine"
+    return JobError(f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}")
 
 
 def _attend(
@@ -296,7 +380,8 @@ def _attend(
     progress: IO[bytes],
     on_line: Callable[[int, str], None],
     on_progress: Callable[[dict[str, Any]], None],
-    forgoes: bool = False,
+    forgoes: bool,
+    desk: Desk | None,
 ) -> None:
     """Relay output until every process has ended, or one has failed that the others cannot go on without."""
     pipes = selectors.DefaultSelector()
@@ -321,7 +406,13 @@ def _attend(
         for child in children:
             child.ended = child.ended or child.process.poll() is not None
         failed = [child for child in children if child.process.returncode not in (None, 0, LEFT)]
-        if forgoes and any(child.process.poll() is None for child in children if not child.server):
+        if forgoes and any(child.process.poll() in (None, 0) for child in children if not child.server):
+            for child in failed:
+                if not child.server and not child.missed:
+                    child.missed = True
+                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
+                    if desk is not None:
+                        desk.vacate(child.rank)
             failed = [child for child in failed if child.server]
         if failed:
             time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
@@ -377,6 +468,12 @@ def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], N
         on_line(child.rank, line.decode(errors="replace"))
 
 
+def _how(child: _Child) -> str:
+    """How a process ended."""
+    status = child.process.poll() or 0
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
+
+
 def _judge(children: list[_Child], folder: Path) -> None:
     """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
     words = {}
@@ -386,8 +483,7 @@ def _judge(children: list[_Child], folder: Path) -> None:
         if file.exists():
             words[child.rank] = json.loads(file.read_text(encoding="utf-8"))
         elif status:
-            what = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
-            words[child.rank] = {"kind": "Death", "message": what, "traceback": "", "user": False, "time": 0.0}
+            words[child.rank] = {"kind": "Death", "message": _how(child), "traceback": "", "user": False, "time": 0.0}
     if not words:
         return
     rank = min(words, key=lambda rank: (words[rank]["kind"] == "PeerLost", words[rank]["time"]))

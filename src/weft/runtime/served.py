@@ -78,6 +78,9 @@ class Served:
         self.at, self.running = self.asking.join(timeout_s)
         self.pushed: set[str] = set()
         self._held: dict[str, Tensor] = {}
+        early = self.overlaps and self.synchrony.everyone
+        self._coming = {name: torch.empty_like(flat) for name, flat in self.flat.items()} if early else None
+        """The next step's parameters, while backward still needs this one's."""
         self._pulled: Pulled | None = None
         self._cleared = True
         self._numbers: Hyper = []
@@ -120,7 +123,7 @@ class Served:
         self.pushed.add(name)
         flat = grad.reshape(-1).mul_(self.turns.share)
         if self.overlaps:
-            self.asking.push(name, flat, self.turns.step)
+            self.asking.push(name, flat, self.turns.step, self._coming)
         else:
             self._held[name] = flat
         param.grad = Away.of(grad)
@@ -162,6 +165,8 @@ class Served:
                 self._absent(name)
         for name, grad in self._held.items():
             self.asking.push(name, grad, self.turns.step)
+        if self._held:
+            self.asking.pushed(self.timeout_s)  # nothing overlaps
         self._held = {}
         if self._numbers != self._hyper():
             raise LoopError(
@@ -191,23 +196,31 @@ class Served:
                 f"{name} had no gradient at step {self.turns.step + 1}; if parameters come and go, say "
                 "run.distribute(..., unused=True)"
             )
-        self.asking.push(name, None, self.turns.step)
+        self.asking.push(name, None, self.turns.step, self._coming)
 
     def _touched(self, param: Late) -> None:
         assert self._pulled is not None
         began = self.watch.clock.stamp()
-        self._pulled.wait_for(self._name_of[id(param)], self.timeout_s)
+        self._enter(self._name_of[id(param)], self._pulled)
         arrive(param)
         self.watch.held_up(began)
+
+    def _enter(self, name: str, pulled: Pulled) -> None:
+        """Wait for a parameter, and put it where it belongs."""
+        pulled.wait_for(name, self.timeout_s)
+        if self._coming is not None:
+            self.flat[name].copy_(self._coming[name])
 
     def flush(self) -> None:
         """Until the whole model of the last step is there."""
         pulled, self._pulled = self._pulled, None
         if pulled is None:
             return
+        for name, p in self.named.items():
+            if not self.defers or type(p) is Late:
+                self._enter(name, pulled)
+                arrive(p)
         pulled.wait(self.timeout_s)
-        for p in self.named.values():
-            arrive(p)
         self.leaving = pulled.leaving if self.synchrony.everyone else self.asked
 
     # --- around it --------------------------------------------------------------------------------------------------
@@ -263,4 +276,4 @@ _HARMLESS = {
 def _flat(name: str, param: Tensor) -> Tensor:
     if not param.is_contiguous():
         raise UserError(f"{name} does not lie in one piece of memory; call .contiguous() on it before run.distribute()")
-    return param.detach().view(-1)
+    return param.data.view(-1)  # whose changes are not counted as somebody's

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import random
+import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +70,10 @@ def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise UserError("parameter servers train on CPUs so far; use --device cpu, or another topology, such as direct")
     if not world.key_file:
-        raise UserError("parameter servers are started by `weft train --strategy ...`; start the job with that")
+        raise UserError(
+            f"{socket.gethostname()} has no key for its messages to servers; start the job with `weft train`, or make "
+            "one with `weft key FILE` and set WEFT_KEY_FILE to it on every machine"
+        )
 
 
 class ServerRun:

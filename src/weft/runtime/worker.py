@@ -52,6 +52,7 @@ from weft.runtime.saving import Parts
 from weft.runtime.served import Served
 from weft.runtime.server import ServerRun
 from weft.runtime.shard import Dealer, Shard
+from weft.runtime.shared import share
 from weft.runtime.turns import Turns
 from weft.runtime.world import World
 from weft.store.checkpoint import Policy
@@ -82,7 +83,8 @@ def init(
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
     joined = True
     env = os.environ
-    world, chosen = World.here(), choose_strategy(strategy)
+    chosen = choose_strategy(strategy)
+    world = World.here().with_servers(chosen.topology)
     steps = int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps
     seed = int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0
     if world.server is not None:
@@ -136,10 +138,12 @@ class Run:
         torch.manual_seed(seed)
         timeout_s = float(os.environ.get("WEFT_TIMEOUT_S", 600))
         self._among_servers = bool(strategy.topology.homes(world.workers)) and wrapper is None
-        if not self._among_servers:  # whose workers need not know each other
+        self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and wrapper is None
+        apart = self._among_servers or self._shares_memory  # workers need not know each other
+        if not apart:
             world.connect(self.device, timeout_s)
         staged = self.device.type == "cuda" and world.shared_gpus
-        mesh = world.mesh(timeout_s) if not self._among_servers else None
+        mesh = world.mesh(timeout_s) if not apart else None
         self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=mesh)
         self._turns = Turns(world.layout, seed)
         self._clock = Clock(self.device)
@@ -229,6 +233,9 @@ class Run:
         known = self._between.open(parts, specs, self._recorder)
         if self._served is not None:
             self._served.start()
+        elif self._shares_memory:
+            share(model, self._common_folder(), first=self.is_main, timeout_s=self._between.timeout_s)
+            self._guard = Guard(*zip(*model.named_parameters(), strict=True), lossless=True)
         elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
@@ -340,6 +347,15 @@ class Run:
 
     def _exit(self) -> None:
         self.close(well=getattr(sys, "last_value", None) is None)
+
+    def _common_folder(self) -> Path:
+        """A folder that all workers of this machine see."""
+        if not self.world.meeting or self.world.layout.workers > self.world.layout.processes:
+            raise UserError(
+                "shared_memory takes one machine and a process for each worker; start it with `weft train`, without "
+                "--nodes and --processes"
+            )
+        return Path(self.world.meeting)
 
     def _record(self) -> Recorder | None:
         tell = progress_pipe() if self.is_main else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -9,7 +10,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,9 +19,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import JobError, PeerLost, UserError
+from weft.runtime.desk import ask_where, parse_address, reach, say_here
 from weft.topology import Topology
 from weft.transport.collective import Layout
 from weft.transport.mesh import Mesh
+from weft.transport.messaging import Client, Key
+
+_DESK_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class World:
     meeting: str = ""
     """A folder in which servers say where they listen."""
     key_file: str = ""
+    desk: str = ""
+    """Where the launcher is asked where servers listen, if not in a folder."""
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -58,8 +65,9 @@ class World:
                 trusted=env.get("WEFT_NETWORK") == "trusted" or env.get("LOCAL_WORLD_SIZE") == str(processes),
                 forced=env.get("WEFT_FORCE") == "1",
                 server=int(env["WEFT_SERVER"]) if "WEFT_SERVER" in env else None,
-                meeting=env.get("WEFT_WORD", ""),
+                meeting=env.get("WEFT_MEETING", ""),
                 key_file=env.get("WEFT_KEY_FILE", ""),
+                desk=env.get("WEFT_DESK", ""),
             )
         except ValueError as error:
             raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
@@ -68,6 +76,20 @@ class World:
         if world.workers < world.processes:
             raise UserError(f"{world.workers} workers cannot fill {world.processes} processes; use at least one each")
         return world
+
+    def with_servers(self, topology: Topology) -> World:
+        """Itself, or under a launcher that knows no servers: the last processes are the servers."""
+        if self.server is not None or "WEFT_WORKERS" in os.environ or self.processes == 1 or not topology.homes(1):
+            return self
+        fits = [n for n in range(1, self.processes) if n + len(topology.homes(n)) == self.processes]
+        if not fits:
+            raise UserError(
+                f"{self.processes} processes cannot be divided into workers and servers as {topology} wants it; start "
+                "as many as both together"
+            )
+        workers = fits[0]
+        server = self.process - workers if self.process >= workers else None
+        return replace(self, workers=workers, processes=workers, server=server)
 
     @property
     def layout(self) -> Layout:
@@ -134,6 +156,10 @@ class World:
     def announce(self, server: int, address: tuple[str, int]) -> None:
         """Say where a server listens."""
         text = "{}:{}".format(*address)
+        if self.desk:
+            with self._at_desk() as desk:
+                say_here(desk, server, text, _DESK_S)
+            return
         if not self.meeting:
             self._book().set(f"server-{server}", text)
             return
@@ -144,7 +170,10 @@ class World:
     def find(self, server: int, timeout_s: float) -> tuple[str, int]:
         """A server's address, once it is there."""
         late = PeerLost(f"server {server} did not come up within {timeout_s:g} s; its own message says why")
-        if not self.meeting:
+        if self.desk:
+            with self._at_desk() as desk:
+                text = ask_where(desk, server, timeout_s)
+        elif not self.meeting:
             try:
                 text = self._book(timeout_s).get(f"server-{server}").decode()
             except (RuntimeError, ValueError):
@@ -159,6 +188,10 @@ class World:
         host, _, port = text.rpartition(":")
         return host, int(port)
 
+    def _at_desk(self) -> contextlib.closing[Client]:
+        name = f"process {self.process} of {socket.gethostname()}"
+        return contextlib.closing(reach(self.desk, Key.read(Path(self.key_file)), name, encrypted=not self.trusted))
+
     def _book(self, timeout_s: float = 60.0) -> TCPStore:
         """The launcher's own store, where there is no folder that all see."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -169,7 +202,7 @@ class World:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         found = address_of(name) if name else None
         if found is None and not self.store:
-            found = address_towards(os.environ["MASTER_ADDR"])
+            found = address_towards(parse_address(self.desk)[0] if self.desk else os.environ["MASTER_ADDR"])
         return found or "127.0.0.1"
 
 

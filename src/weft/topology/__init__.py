@@ -25,6 +25,11 @@ class Topology(Answer, ABC):
         """Whether messages to servers are encrypted even where the network is trusted."""
         return False
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers train one model in memory that they share."""
+        return False
+
     def homes(self, workers: int) -> tuple[int, ...]:
         """For each server the host it sits on: 0 to workers - 1 are the workers' own, others are the servers'."""
         return ()

@@ -1,0 +1,64 @@
+"""`weft join`: take a seat of a run that was started elsewhere; `weft key`: make the key that this takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli import app
+from weft.errors import JobError, PeerLost, UserError
+from weft.runtime.desk import reach, take_seat
+from weft.runtime.launch import find_job
+from weft.transport.messaging import Key, Stranger
+
+_REPLY_S = 60.0
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the run, its --rendezvous.")],
+    key_file: Annotated[Path, typer.Option(help="The run's key, copied from where the run was started.")],
+    job: Annotated[Path | None, typer.Option(help="The job's script here, where it lies elsewhere.")] = None,
+    network: Annotated[str, typer.Option(help="As the run's own: trusted, or untrusted.")] = "untrusted",
+) -> None:
+    """Be a worker or a server of a run that waits for one, until it ends."""
+    if network not in ("trusted", "untrusted"):
+        raise UserError(f"--network is '{network}', but must be trusted or untrusted")
+    here = socket.gethostname()
+    key = Key.read(key_file)
+    try:
+        desk = reach(address, key, f"{here}, process {os.getpid()}", encrypted=network == "untrusted")
+        seat = take_seat(desk, _REPLY_S)
+    except Stranger as error:
+        raise JobError(f"on {here}: {error}") from None
+    except PeerLost as error:
+        raise JobError(
+            f"no run answers at {address} from {here} ({error}); see that it is up, and --network alike"
+        ) from None
+    script = find_job(str(job) if job is not None else seat["job"])
+    what = f"server {seat['env']['WEFT_SERVER']}" if "WEFT_SERVER" in seat["env"] else f"worker {seat['env']['RANK']}"
+    typer.echo(f"{here} is {what} of {script.stem}, {seat['env']['WEFT_CLI_STRATEGY']}")
+    env = os.environ | seat["env"] | {"WEFT_DESK": address, "WEFT_KEY_FILE": str(key_file.absolute())}
+    command = [sys.executable, "-m", "weft.runtime.child", str(script), *seat["args"]]
+    process = subprocess.Popen(command, env=env)
+    try:
+        status = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        desk.close()
+    if status:
+        raise typer.Exit(1 if status < 0 else status)
+
+
+@app.command()
+def key(file: Annotated[Path, typer.Argument(help="A new file; copy it to every machine of the run.")]) -> None:
+    """Make a key for a run on several machines: whoever has it belongs to the run."""
+    Key.make(file)
+    typer.echo(f"{file}: copy it to every machine of the run, and give it there with --key-file")

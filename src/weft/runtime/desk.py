@@ -1,0 +1,119 @@
+"""A run's desk: where its processes on several machines find its servers, and where whoever joins by hand gets a seat.
+
+    HERE    server; address      a server says where it listens
+    WHERE   server               answered with its address, once that is known
+    SEAT                         answered with what to run, and as whom; the seat is held while the link is
+
+The launcher of node 0 keeps it. Whoever has the key may ask, and nobody else.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.errors import UserError
+from weft.transport.messaging import Client, Key, Request, Server
+
+_SERVER = struct.Struct("!I")
+
+
+class Verb(enum.IntEnum):
+    """What the desk is asked."""
+
+    HERE = 1
+    WHERE = 2
+    SEAT = 3
+
+
+class Desk:
+    """Listens until closed. `vacant` are the ranks that wait for somebody, `seat` says what one of them runs."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: Key,
+        *,
+        encrypted: bool,
+        vacant: Sequence[int] = (),
+        seat: Callable[[int], dict[str, Any]] = lambda rank: {},
+        said: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._vacant, self._seat, self._said = sorted(vacant), seat, said
+        self._taken: dict[str, int] = {}
+        self._known: dict[int, bytes] = {}
+        self._asking: dict[int, list[Request]] = {}
+        self._lock = threading.Lock()
+        self._server = Server(address, key, self._do, encrypted=encrypted, most_bytes=1 << 20, left=self._left)
+        self.address = self._server.address
+
+    def vacate(self, rank: int) -> None:
+        """Whoever had this seat is gone: somebody else may have it."""
+        with self._lock:
+            if rank not in self._vacant:
+                self._vacant = sorted([*self._vacant, rank])
+
+    def close(self) -> None:
+        """Nobody comes any more."""
+        self._server.close()
+
+    def _do(self, request: Request) -> None:
+        with self._lock:
+            match request.verb:
+                case Verb.HERE:
+                    (server,) = _SERVER.unpack(request.parts[0])
+                    self._known[server] = bytes(request.parts[1])
+                    request.reply()
+                    for each in self._asking.pop(server, ()):
+                        each.reply([memoryview(self._known[server])])
+                case Verb.WHERE:
+                    (server,) = _SERVER.unpack(request.parts[0])
+                    if server in self._known:
+                        request.reply([memoryview(self._known[server])])
+                    else:
+                        self._asking.setdefault(server, []).append(request)
+                case Verb.SEAT if not self._vacant:
+                    request.refuse("every seat of this run is taken; come back when a worker is lost")
+                case Verb.SEAT:
+                    rank = self._taken[request.sender] = self._vacant.pop(0)
+                    request.reply([memoryview(json.dumps(self._seat(rank)).encode())])
+                    self._said(f"{request.sender} joins as process {rank}")
+                case _:
+                    request.refuse(f"the desk knows no request {request.verb}")
+
+    def _left(self, name: str, why: str) -> None:
+        with self._lock:
+            rank = self._taken.pop(name, None)
+        if rank is not None:
+            self._said(f"{name}, process {rank}, left ({why})")
+            self.vacate(rank)
+
+
+def reach(address: str, key: Key, name: str, *, encrypted: bool) -> Client:
+    """The desk of a run, from elsewhere."""
+    return Client(parse_address(address), key, name, encrypted=encrypted, most_bytes=1 << 20, retry_s=30.0)
+
+
+def say_here(desk: Client, server: int, address: str, timeout_s: float) -> None:
+    desk.ask(Verb.HERE, [memoryview(_SERVER.pack(server)), memoryview(address.encode())], once=True).wait(timeout_s)
+
+
+def ask_where(desk: Client, server: int, timeout_s: float) -> str:
+    return bytes(desk.ask(Verb.WHERE, [memoryview(_SERVER.pack(server))]).wait(timeout_s)[0]).decode()
+
+
+def take_seat(desk: Client, timeout_s: float) -> dict[str, Any]:
+    """What to run, and as whom."""
+    found: dict[str, Any] = json.loads(bytes(desk.ask(Verb.SEAT, once=True).wait(timeout_s)[0]))
+    return found
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"'{text}' is no address; write HOST:PORT, as in 10.0.0.1:29500")
+    return host.strip("[]"), int(port)
