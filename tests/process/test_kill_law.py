@@ -163,6 +163,25 @@ def test_killed_and_resumed_is_the_same_run(
     assert story.go(strategy) == final and story.notes() == notes
 
 
+SERVED = (
+    ("bsp / parameter_server(servers=2) / priority", "bsp / parameter_server(servers=3)"),
+    ("bsp / colocated", "bsp / direct"),
+    ("bsp / direct", "bsp / parameter_server(servers=2)"),
+)
+
+
+@pytest.mark.parametrize(("before", "after"), SERVED)
+def test_killed_with_servers_or_resumed_with_them_it_is_the_run_without(
+    tmp_path: Path, scratch: Path, before: str, after: str
+) -> None:
+    dice = random.Random(before)
+    story = Story(tmp_path / "run")
+    fault = Faults().kill(rank=dice.randrange(WORKERS), at_step=dice.randint(4, STEPS - 1), point=dice.choice(POINTS))
+    assert story.go(before, faults=fault) is None
+    final, notes = uninterrupted("bsp / direct / dense / wfbp", scratch)
+    assert story.go(after) == final and story.notes() == notes
+
+
 def resized(tmp_path: Path, scratch: Path, compression: str, dice: random.Random, sizes: Sequence[int]) -> None:
     """One run under `direct`, killed and resumed on other numbers of processes, with other schedules and buckets."""
     story = Story(tmp_path)

@@ -6,10 +6,16 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import weft
+from tests.process.harness import ChildError, spawn
 from tests.process.test_launch import WEFT, gone, scratch
 from tests.process.test_launch import weft as command
 from weft.runtime.folder import events
@@ -67,34 +73,60 @@ def trained(folder: Path, strategy: str, out: str, *args: str) -> tuple[list[flo
     return [event["loss"] for event in events(folder / out)], words
 
 
+def learn(kind: str, layer: str, unused: bool) -> tuple[list[float], list[float]]:
+    """Losses of each step, and the model in the end."""
+    run = weft.init(steps=9)
+    torch.manual_seed(int(os.environ.get("WEFT_SERVER", 7)))  # servers build another model: worker 0's counts
+    layers = {"norm": [nn.BatchNorm1d(8)], "dice": [nn.Dropout(0.2)]}.get(layer, [])
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *layers, nn.Linear(8, 2))
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    optimizer: Any = OPTIMIZERS[kind](model.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, scheduler = run.distribute(model, optimizer, scheduler, unused=unused)
+    data = [torch.full((3, 4), 0.1 * i) + torch.arange(3.0).view(3, 1) for i in range(20)]
+    losses = []
+    for x in run.shard(data, epochs=None):  # the last step of an epoch has batches for two workers of three
+        loss = (model(x).sin() - 1).square().mean()
+        if not unused or (run.rank + run.step) % 4 == 0:
+            loss = loss + model.spare.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    weights = [value for each in model.state_dict().values() for value in each.double().flatten().tolist()]
+    run.close()
+    return losses, weights
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+}
 LIKE_DIRECT = {
-    "adam": ({}, ["bsp / parameter_server", "bsp / parameter_server(servers=3) / priority"]),
-    "nesterov": ({"optimizer": SGD}, ["ssp(slack=0) / parameter_server(servers=2)", "bsp / colocated / sequential"]),
-    "batchnorm": ({"layer": "nn.BatchNorm1d(8), "}, ["bsp / colocated / priority(least=1B)"]),
-    "unused": (
-        {"unused": True, "spare": "(model.spare.sum() if (run.rank + run.step) % 4 == 0 else 0)"},
-        ["bsp / parameter_server(servers=2)"],
-    ),
-    "adafactor": ({"optimizer": "Adafactor(model.parameters(), lr=0.05)"}, ["bsp / parameter_server(servers=2)"]),
+    "one server": ("adam", "", False, "bsp / parameter_server"),
+    "priority": ("adam", "", False, "bsp / parameter_server(servers=3) / priority"),
+    "no slack": ("nesterov", "dice", False, "ssp(slack=0) / parameter_server(servers=2)"),
+    "sequential": ("nesterov", "", False, "bsp / colocated / sequential"),
+    "encrypted": ("adam", "", False, "bsp / colocated(encrypted=true) / wfbp"),
+    "batchnorm": ("adam", "norm", False, "bsp / colocated / priority(least=1B)"),
+    "unused": ("adam", "", True, "bsp / parameter_server(servers=2)"),
+    "whole parameters": ("adafactor", "", False, "bsp / parameter_server(servers=2)"),
 }
 
 
 @pytest.mark.parametrize("case", LIKE_DIRECT)
-def test_synchronous_servers_give_the_bits_of_direct(scratch: Path, case: str) -> None:
-    how, strategies = LIKE_DIRECT[case]
-    script(scratch, **how)  # type: ignore[arg-type]
-    expected = trained(scratch, "bsp / direct", "direct", "--save-every", "0")
-    for number, strategy in enumerate(strategies):
-        assert trained(scratch, strategy, f"out{number}", "--save-every", "0") == expected
-    assert gone(scratch)
+def test_synchronous_servers_give_the_bits_of_direct(case: str) -> None:
+    kind, layer, unused, strategy = LIKE_DIRECT[case]
+    expected = spawn(3, learn, kind, layer, unused, WEFT_STRATEGY="bsp / direct")
+    assert spawn(3, learn, kind, layer, unused, WEFT_STRATEGY=strategy) == expected
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        "bsp / parameter_server(servers=2)",
-        "bsp / colocated / priority",
-        "bsp / parameter_server / error_feedback(topk(ratio=0.3))",
+        "bsp / parameter_server(servers=2) / error_feedback(topk(ratio=0.3))",
     ],
 )
 def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str) -> None:
@@ -136,45 +168,58 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "asp / parameter_server",
-        "ssp(slack=2) / parameter_server(servers=2) / int8",
-        "asp / parameter_server / error_feedback(significant)",
-        "backup(spares=1) / parameter_server",
-        "softsync(n=3) / parameter_server",
         "value_bound(delta=0.5) / parameter_server",
-        "staleness_weighted(asp) / parameter_server / error_feedback(topk(ratio=0.3))",
-        "delay_compensated(asp) / parameter_server",
-        "negative_momentum(asp) / parameter_server",
+        "delay_compensated(asp) / colocated / error_feedback(topk(ratio=0.3))",
     ],
 )
-def test_ways_of_not_waiting_learn(scratch: Path, strategy: str) -> None:
-    script(scratch, "SGD(model.parameters(), lr=0.02, momentum=0.5)")
-    losses, _ = trained(scratch, strategy, "out")
-    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
+def test_ways_of_not_waiting_learn(strategy: str) -> None:
+    """Those that no preset has."""
+    for losses, _ in spawn(3, learn, "nesterov", "", False, WEFT_STRATEGY=strategy):
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def misuse(between: str) -> None:
+    """A loop that does something between backward and step."""
+    run = weft.init(steps=3)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.distribute(model, optimizer)
+    for x in run.shard([torch.ones(2, 4)] * 8):
+        loss = model(x).square().mean()
+        if between != "unused":
+            (loss + model.spare.sum()).backward()
+            exec(between)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MISUSED = {
+    "unused": "spare had no gradient at step 1",
+    "optimizer.param_groups[0]['lr'] *= 2": "have changed between backward() and step()",
+    "model[0].bias.detach().mul_(2)": "0.bias was changed beside the optimizer",
+    "optimizer.zero_grad = lambda: 0": "optimizer.zero_grad() in every step",
+    "run.clip(1.0)": "leave it out there",
+    "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "a gradient was touched that has gone to the servers",
+    "(model(x).sum() + model.spare.sum()).backward()": "backward ran twice before step()",
+}
+
+
+@pytest.mark.parametrize("between", MISUSED)
+def test_what_servers_would_train_wrong_is_refused(between: str) -> None:
+    with pytest.raises(ChildError) as found:
+        spawn(2, misuse, between, WEFT_STRATEGY="bsp / parameter_server / priority")
+    assert found.value.kind == "LoopError" and MISUSED[between] in " ".join(str(found.value).split())
 
 
 REFUSED = {
     "processes": (["--processes", "1"], {}, "a process for each worker"),
     "servers without work": (["--strategy", "bsp / parameter_server(servers=9)"], {}, "only 5 of them"),
     "optimizer": ([], {"optimizer": "LBFGS(model.parameters())"}, "may look at several parameters at once"),
-    "unused": ([], {"spare": "0"}, "spare had no gradient at step 1"),
-    "rates": ([], {"between": "optimizer.param_groups[0]['lr'] *= 2"}, "have changed between backward() and step()"),
-    "changed": (
-        [],
-        {"between": "model[0].weight.data.copy_(model[0].weight); model[0].bias.detach().mul_(2)"},
-        "0.bias was changed beside the optimizer",
-    ),
-    "gradients kept": (
-        ["--strategy", "bsp / parameter_server / priority"],
-        {"between": "optimizer.zero_grad = lambda: 0"},
-        "call optimizer.zero_grad() in every step",
-    ),
-    "clip": ([], {"between": "run.clip(1.0)"}, "leave it out there"),
-    "clipped by hand": (
-        [],
-        {"between": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
-        "a gradient was touched that has gone to the servers",
-    ),
+    "nodes without a key": (["--nodes", "3", "--rendezvous", "127.0.0.1:29999"], {}, "`weft key F` and copy it"),
+    "nobody to join": (["--join", "1"], {}, "--join needs parameter servers and --rendezvous"),
 }
 
 
@@ -183,7 +228,7 @@ def test_what_servers_cannot_do_is_said(scratch: Path, case: str) -> None:
     args, how, sentence = REFUSED[case]
     script(scratch, **how)  # type: ignore[arg-type]
     done = command("train", "job.py", "-n", 2, "--strategy", "bsp / parameter_server", *args, cwd=scratch)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert sentence in done.stdout + done.stderr
     assert gone(scratch)
 

@@ -259,7 +259,7 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
         final_loss=smooth[-1] if smooth else None,
         time_to_target_s=_reached(steps, smooth, task.target_loss)
         if contender.in_step
-        else _reached_apart(out, hosts, task.target_loss),
+        else reached_apart(out, hosts, task.target_loss),
         host_steps_s=_host_means(out, warmup),
         asynchrony=run_folder.asynchrony(rows) if (rows := run_folder.servers(out)) else None,
     )
@@ -287,17 +287,19 @@ def _reached(steps: list[dict[str, Any]], smooth: list[float | None], target: fl
     return None
 
 
-def _reached_apart(out: Path, hosts: int, target: float | None) -> float | None:
+def reached_apart(out: Path, hosts: int, target: float | None) -> float | None:
     """The same where workers are at different steps: the mean of the last few losses of all of them, as time goes."""
     if target is None:
         return None
     lines = [json.loads(line) for file in out.glob("events-*.jsonl") for line in file.read_text().splitlines()]
     lines.sort(key=lambda event: float(event["time_s"]))
     losses = [event.get("loss") for event in lines]
+    seconds = [event["step_s"] for event in lines if event["step"] == 2] or [0.0]
+    began = min(event["time_s"] for event in lines) - statistics.median(seconds)
     for at, event in enumerate(lines):
         known = [loss for loss in losses[max(0, at + 1 - _TRAILING * hosts) : at + 1] if loss is not None]
         if at + 1 >= _TRAILING * hosts and known and statistics.mean(known) <= target:
-            return float(event["time_s"] - min(_began([each for each in lines if each["step"] <= 2]), event["time_s"]))
+            return float(event["time_s"] - began)
     return None
 
 

@@ -155,6 +155,7 @@ def _page(result: Result, plots: dict[str, str]) -> str:
         _plot("Where the time of a step goes", plots.get("step"), "No bars: no row finished."),
         _plot("Loss against time and against bytes", plots.get("loss"), f"No curves: {no_loss}."),
         _plot("One step of each", plots.get("timeline"), "No timelines: no row recorded one."),
+        *_servers(result),
         _sentences(result),
         _notes(result),
     ]
@@ -192,6 +193,40 @@ def _table(result: Result) -> str:
     about = f"{ms(alone['step_s'])} ms a step, {plain(alone['samples_per_s'])} samples/s" if alone else "not measured"
     note = f'<p class="soft small">One host alone: {about}.</p>'
     return f'<h2>Results</h2>\n<div class="wide" tabindex="0">{table}</div>\n{note}'
+
+
+def _servers(result: Result) -> list[str]:
+    """What parameter servers saw, where there were some: how late gradients were, who waited for whom."""
+    rows = [(row, seen) for row in result["rows"] if (seen := row.get("asynchrony"))]
+    if not rows:
+        return []
+    heads = (
+        "",
+        "staleness, updates",
+        "at most",
+        "busiest server, in and out",
+        "requests waiting, at most",
+        "longest wait",
+    )
+    lines = []
+    for row, seen in rows:
+        mean, most = seen["staleness_mean"], seen["staleness_most"]
+        cells = [MISSING if mean is None else f"{mean:.2f}", MISSING if most is None else str(most)]
+        cells += [bytes_text(seen["server_bytes"]), str(seen["queue_most"]), _wait(seen["longest_wait"])]
+        body = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        lines.append(f'<tr class="row"><th scope="row">{_name(row)}</th>{body}</tr>')
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    table = f'<table class="rows"><thead><tr>{head}</tr></thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody></table>"
+    note = "Bytes and waits are of a whole run. A gradient is late by the updates since its worker read the model."
+    return [f'<h2>Servers</h2>\n<div class="wide" tabindex="0">{table}</div>\n<p class="soft small">{note}</p>']
+
+
+def _wait(longest: Sequence[Any] | None) -> str:
+    """Who waited most, and for whom."""
+    if longest is None:
+        return MISSING
+    who, on, seconds = longest
+    return f"worker {who}, {plain(seconds)} s" + (f" for worker {on}" if on != who else "")
 
 
 def _columns(result: Result) -> dict[str, Callable[[Row], str]]:

@@ -251,8 +251,7 @@ class ParameterServer:
                 self._names.pop(request.sender, None)
                 request.reply()
                 self._go(worker)
-                if len(self._came) == self.workers == len(self._gone):
-                    self.over.set()
+                self._look_who_is_left()
             case _:
                 request.refuse(f"a parameter server knows no request {request.verb}")
 
@@ -296,6 +295,7 @@ class ParameterServer:
         if not self.synchrony.everyone:  # else the run stops, and nothing is made of what is there
             self._go(worker)
         self._lost(loss)
+        self._look_who_is_left()
 
     def _go(self, worker: int) -> None:
         self._gone.add(worker)
@@ -303,6 +303,10 @@ class ParameterServer:
             bundle.holder.leave(worker)
         self._answer_all(worker)
         self._answer_tellings()
+
+    def _look_who_is_left(self) -> None:
+        if len(self._came) == self.workers == len(self._gone):
+            self.over.set()
 
     def _give_up(self, bundle: _Open, worker: int) -> None:
         """Whoever asks again is answered anew."""

@@ -1,0 +1,153 @@
+"""Servers and workers on several machines, each a network namespace: by nodes, by hand, under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.lab.cluster import Cluster
+from weft.runtime.folder import events
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+JOB = """
+import time
+import torch, weft
+from torch import nn
+
+run = weft.init(steps={steps})
+model = nn.Linear(5, 2)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer = run.distribute(model, optimizer)
+for x in run.shard([torch.full((3, 5), 0.1 * i) for i in range(24)], epochs=None):
+    time.sleep({sleep})
+    loss = (model(x) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(loss=loss)
+print("done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Cluster]:
+    with Cluster(hosts=3, bandwidth="1gbit", verify=False) as made:
+        yield made
+
+
+def script(folder: Path, steps: int = 8, sleep: float = 0.0) -> None:
+    (folder / "job.py").write_text(JOB.format(steps=steps, sleep=sleep))
+    done = subprocess.run([*WEFT, "key", "key"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def start(machines: Cluster, host: int, *command: Any, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    line = [*machines.command(host), *map(str, command)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(line, cwd=cwd, env=os.environ | {"WEFT_LAUNCHER": "1"} | env, **pipes)
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[str]:
+    said = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    return said
+
+
+def losses(folder: Path, workers: int) -> list[float]:
+    """What the same job learns on one machine, without servers."""
+    line = [*WEFT, "train", "job.py", "-n", str(workers), "--out", "alone", "--save-every", "0"]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return [event["loss"] for event in events(folder / "alone")]
+
+
+def test_by_nodes_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:
+    script(tmp_path)
+    how = ["-n", 3, "--strategy", "bsp / parameter_server", "--nodes", 2, "--rendezvous", "10.231.0.1:29501"]
+    how += ["--key-file", "key", "--out", "run"]
+    nodes = [start(machines, n, *WEFT, "train", "job.py", "--node-rank", n, *how, cwd=tmp_path) for n in (0, 1)]
+    ended(*nodes)
+    assert [event["loss"] for event in events(tmp_path / "run")] == losses(tmp_path, 3)
+
+
+def test_by_hand_whoever_has_the_key_gets_a_seat(machines: Cluster, tmp_path: Path) -> None:
+    script(tmp_path)
+    how = ["-n", 2, "--strategy", "bsp / parameter_server", "--join", 2, "--rendezvous", "10.231.0.1:29502"]
+    first = start(machines, 0, *WEFT, "train", "job.py", *how, "--key-file", "key", "--out", "run", cwd=tmp_path)
+    others = [
+        start(machines, host, *WEFT, "join", "10.231.0.1:29502", "--key-file", "key", cwd=tmp_path) for host in (1, 2)
+    ]
+    said = ended(first, *others)
+    assert "joins as process 1" in said[0] and "joins as process 2" in said[0]
+    assert sorted(text.split(" of job")[0].split(" is ")[1] for text in said[1:]) == ["server 0", "worker 1"]
+    assert [event["loss"] for event in events(tmp_path / "run")] == losses(tmp_path, 2)
+
+
+def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp_path: Path) -> None:
+    script(tmp_path, steps=40, sleep=0.2)
+    how = ["-n", 2, "--strategy", "asp / parameter_server", "--join", 1, "--rendezvous", "10.231.0.1:29503"]
+    run = start(machines, 0, *WEFT, "train", "job.py", *how, "--key-file", "key", "--out", "run", cwd=tmp_path)
+    joining = [*WEFT, "join", "10.231.0.1:29503", "--key-file", "key"]
+    server = start(machines, 1, *joining, cwd=tmp_path)
+    file = tmp_path / "run/events-1.jsonl"
+    until = time.monotonic() + 60
+    while (not file.exists() or not file.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.1)
+    mine = f"={tmp_path}".encode()
+    victims = [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if b"\0RANK=1\0" in _environ(folder) and mine in _environ(folder)
+    ]
+    assert victims
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    time.sleep(1)
+    back = start(machines, 2, *joining, cwd=tmp_path)
+    said = ended(run, server, back)
+    assert "worker 1 was ended by SIGKILL; the others go on" in said[0]
+    assert "joins as process 1" in said[0] and "is worker 1 of job" in said[2]
+
+
+def _environ(folder: Path) -> bytes:
+    try:
+        return (folder / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tmp_path: Path) -> None:
+    script(tmp_path, steps=20, sleep=0.2)
+    subprocess.run([*WEFT, "key", "other"], cwd=tmp_path, check=True, capture_output=True)
+    how = ["-n", 1, "--strategy", "asp / parameter_server", "--rendezvous", "10.231.0.1:29504", "--key-file", "key"]
+    run = start(machines, 0, *WEFT, "train", "job.py", *how, "--out", "run", cwd=tmp_path)
+    time.sleep(3)
+    for file, sentence in (("other", "host1"), ("missing", "copy it from where the run was started")):
+        joining = start(machines, 1, *WEFT, "join", "10.231.0.1:29504", "--key-file", file, cwd=tmp_path)
+        said, _ = joining.communicate(timeout=60)
+        assert joining.returncode == 2 and sentence in said and len(said.strip().splitlines()) == 1, said
+    full = start(machines, 1, *WEFT, "join", "10.231.0.1:29504", "--key-file", "key", cwd=tmp_path)
+    said, _ = full.communicate(timeout=60)
+    assert full.returncode == 2 and "every seat of this run is taken" in said, said
+    ended(run)
+
+
+def test_under_torchrun_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:
+    script(tmp_path)
+    env = {"WEFT_STRATEGY": "bsp / parameter_server", "WEFT_KEY_FILE": str(tmp_path / "key"), "WEFT_OUT": "run"}
+    line = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2]
+    line += ["--master-addr", "10.231.0.1", "--master-port", 29505]
+    env["GLOO_SOCKET_IFNAME"] = "eth0"
+    nodes = [start(machines, n, sys.executable, *line, "--node-rank", n, "job.py", cwd=tmp_path, **env) for n in (0, 1)]
+    said = ended(*nodes)
+    assert "".join(said).count("done") == 3
+    assert [event["loss"] for event in events(tmp_path / "run")] == losses(tmp_path, 3)
