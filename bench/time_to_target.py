@@ -1,4 +1,4 @@
-"""Time to a training loss on `text` (2 M), with real computing: ways of waiting and of not waiting, with and without stragglers.
+"""Time to a training loss on `text` (2 M), real computing: waiting and not waiting, with and without stragglers.
 
     python bench/time_to_target.py --links loopback --steps 160        on a machine with many cores
     python bench/time_to_target.py                                     on emulated links
@@ -10,6 +10,7 @@ where nobody waits, fast ones are done earlier, and what is shown is the time fr
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
@@ -69,8 +70,6 @@ def main() -> None:
 
 def after(folder: Path) -> str:
     """Losses around some moments."""
-    import json
-
     lines = [json.loads(line) for file in folder.glob("events-*.jsonl") for line in file.read_text().splitlines()]
     began = min(event["time_s"] for event in lines)
     found = []

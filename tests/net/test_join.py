@@ -102,12 +102,7 @@ def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp
     until = time.monotonic() + 60
     while (not file.exists() or not file.stat().st_size) and time.monotonic() < until:
         time.sleep(0.1)
-    mine = f"={tmp_path}".encode()
-    victims = [
-        int(folder.name)
-        for folder in Path("/proc").glob("[0-9]*")
-        if b"\0RANK=1\0" in _environ(folder) and mine in _environ(folder)
-    ]
+    victims = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_worker(folder, 1, tmp_path)]
     assert victims
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
@@ -118,11 +113,11 @@ def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp
     assert "joins as process 1" in said[0] and "is worker 1 of job" in said[2]
 
 
-def _environ(folder: Path) -> bytes:
+def _is_worker(process: Path, rank: int, cwd: Path) -> bool:
     try:
-        return (folder / "environ").read_bytes()
+        return f"\0RANK={rank}\0".encode() in (process / "environ").read_bytes() and (process / "cwd").resolve() == cwd
     except OSError:
-        return b""
+        return False
 
 
 def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class World:
                 workers=int(env.get("WEFT_WORKERS", processes)),
                 store=env.get("WEFT_STORE", ""),
                 shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
-                trusted=env.get("WEFT_NETWORK") == "trusted" or env.get("LOCAL_WORLD_SIZE") == str(processes),
+                trusted=env.get("WEFT_NETWORK") == "trusted"
+                or (env.get("LOCAL_WORLD_SIZE") == str(processes) and not env.get("WEFT_DESK")),
                 forced=env.get("WEFT_FORCE") == "1",
                 server=int(env["WEFT_SERVER"]) if "WEFT_SERVER" in env else None,
                 meeting=env.get("WEFT_MEETING", ""),
