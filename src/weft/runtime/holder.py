@@ -76,7 +76,7 @@ class Holder:
         """A worker reads the model as it is now; returns its version."""
         self.reads[worker] = self.version
         if self.synchrony.looks_back:
-            self._read[worker] = [tensor.clone() for tensor in self.model]
+            self._read[worker] = [tensor.detach().clone() for tensor in self.model]
         seen = min((self.reads[w] for w in range(self.workers) if w not in self.gone), default=self.version)
         self._moved = [each for each in self._moved if each[1] > seen]
         return self.version
@@ -101,10 +101,12 @@ class Holder:
         if not self.round or len(self.round) < self.synchrony.quorum(self.view):
             return
         rows, self.round = self.round, []
-        before = [tensor.clone() for tensor in self.model] if self.synchrony.bounds_values else []
+        before = [tensor.detach().clone() for tensor in self.model] if self.synchrony.bounds_values else []
         self.update(mean(rows, self.workers))
         self.version += 1
-        moved = max((float((now - was).abs().max()) for now, was in zip(self.model, before, strict=False)), default=0.0)
+        moved = max(
+            (float((now.detach() - was).abs().max()) for now, was in zip(self.model, before, strict=False)), default=0.0
+        )
         if self.synchrony.bounds_values:
             self._moved += [(row.worker, self.version, moved) for row in rows]
 

@@ -47,7 +47,7 @@ class Served:
         refuse(model, optimizer, world)
         self.optimizer, self.turns, self.watch, self.timeout_s = optimizer, turns, watch, timeout_s
         self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
-        self.unused, self.asked = unused, False
+        self.unused, self.asked, self.lossless = unused, False, strategy.compression.lossless
         self.leaving = False
         """Whether all workers leave after this step."""
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,7 +77,7 @@ class Served:
         )
         self.at, self.running = self.asking.join(timeout_s)
         self.pushed: set[str] = set()
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor | None] = {}
         early = self.overlaps and self.synchrony.everyone
         self._coming = {name: torch.empty_like(flat) for name, flat in self.flat.items()} if early else None
         """The next step's parameters, while backward still needs this one's."""
@@ -122,10 +122,11 @@ class Served:
             )
         self.pushed.add(name)
         flat = grad.reshape(-1).mul_(self.turns.share)
+        given = flat if self.turns.share > 0 or not self.lossless else None  # who has no batch has no gradient
         if self.overlaps:
-            self.asking.push(name, flat, self.turns.step, self._coming)
+            self.asking.push(name, given, self.turns.step, self._coming)
         else:
-            self._held[name] = flat
+            self._held[name] = given
         param.grad = Away.of(grad)
 
     def _begin(self) -> None:
