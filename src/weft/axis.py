@@ -85,7 +85,7 @@ def _spell_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return repr(value).removesuffix(".0")  # also "inf"
+        return repr(value or 0.0).removesuffix(".0")  # also "inf", and one zero
     if isinstance(value, str) and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
         return f'"{value}"'
     return str(value)
