@@ -47,7 +47,7 @@ def test_public_names() -> None:
             "workers",
         )
     }
-    assert COMMANDS == ("train", "compare", "check", "answers", "systems", "lab", "export", "doctor")
+    assert COMMANDS == ("train", "join", "compare", "check", "answers", "systems", "lab", "export", "doctor")
 
 
 def test_every_preset_is_legal_and_spelled_canonically() -> None:
