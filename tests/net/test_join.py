@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -111,6 +112,8 @@ def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp
     said = ended(run, server, back)
     assert "worker 1 was ended by SIGKILL; the others go on" in said[0]
     assert "joins as process 1" in said[0] and "is worker 1 of job" in said[2]
+    steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    assert steps[-1] == 40 and len(steps) <= 42  # it went on where it was
 
 
 def _is_worker(process: Path, rank: int, cwd: Path) -> bool:

@@ -204,6 +204,7 @@ MISUSED = {
     "optimizer.zero_grad = lambda: 0": "optimizer.zero_grad() in every step",
     "run.clip(1.0)": "leave it out there",
     "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "a gradient was touched that has gone to the servers",
+    "optimizer.load_state_dict(optimizer.state_dict())": "the servers have the optimizer's state",
     "(model(x).sum() + model.spare.sum()).backward()": "backward ran twice before step()",
 }
 

@@ -75,7 +75,10 @@ class Served:
             urgent=strategy.schedule.defers,
             near=homes.index(turns.rank) if turns.rank in homes else None,
         )
-        self.at, self.running = self.asking.join(timeout_s)
+        at, self.running = self.asking.join(timeout_s)
+        if self.running:  # this worker was lost, and is back: it goes on where it was
+            turns.step = max(turns.step, at)
+        self.started = False
         self.pushed: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
         early = self.overlaps and self.synchrony.everyone
@@ -93,6 +96,7 @@ class Served:
             self.asking.start(self.flat, known, self.buffers, self.timeout_s)
         self.asking.pull(self.flat, self.buffers).wait(self.timeout_s)
         self._note()
+        self.started = True
         for name, p in self.named.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 

@@ -146,6 +146,8 @@ class ParameterServer:
             _Open(each, Holder(synchrony, each.parts, workers, each.step, updated=self._updated)) for each in kept
         ]
         self._begun: dict[int, tuple[int, float, Hyper]] = {}
+        self._steps: dict[int, int] = {}
+        """By worker: the step that it would take next."""
         self._failed: dict[int, str] = {}
         self._gone: set[int] = set()
         self._names: dict[str, int] = {}
@@ -220,6 +222,7 @@ class ParameterServer:
                 worker, step, share, leaving = BEGIN.unpack(head)
                 self._present(worker)
                 self._begun[worker] = step, share, json.loads(bytes(parts[0]))
+                self._steps[worker] = step + 1
                 self._buffers.offer(worker, parts[1:], leaving)
                 request.reply(priority=AT_ONCE)
                 for bundle in self.bundles:
@@ -258,7 +261,7 @@ class ParameterServer:
     # --- coming and going -------------------------------------------------------------------------------------------
 
     def _join(self, worker: int, name: str) -> int:
-        """A worker comes, or comes back: what was under way is forgotten. Returns the step it is at."""
+        """A worker comes, or comes back: what was under way is forgotten. Returns the step that it takes next."""
         if not 0 <= worker < self.workers:
             raise ValueError(f"there is no worker {worker}")
         self._names[name] = worker
@@ -266,15 +269,13 @@ class ParameterServer:
         self._gone.discard(worker)
         self._begun.pop(worker, None)
         self._failed.pop(worker, None)
-        step = 0
         for bundle in self.bundles:
             bundle.arrived.pop(worker, None)
             bundle.done[worker] = 0
             self._give_up(bundle, worker)
             bundle.holder.join(worker)
             bundle.holder.reads[worker] = -1
-            step = max(step, bundle.holder.clocks[worker])
-        return step
+        return self._steps.get(worker, 0)
 
     def _present(self, worker: int) -> None:
         """Whoever asks is there, though its link may have been given up."""
@@ -417,7 +418,7 @@ class ParameterServer:
 
 
 class _Buffers:
-    """The model's buffers, which are worker 0's, and its word that the run was asked to leave.
+    """The model's buffers, which are worker 0's, and anybody's word that the run was asked to leave.
 
     Both become current with the update that its gradients become part of, so that whoever reads a version of the model
     reads the same of them.

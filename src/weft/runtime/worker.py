@@ -423,7 +423,7 @@ class Run:
         if hasattr(step, "_wrapped_by_lr_sched"):
             weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_pre_hook(lambda _: self._look())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self._flush())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self._loading())
         # bound methods, as a scheduler that is made later expects them
         optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
@@ -442,6 +442,15 @@ class Run:
             self._gradients.flush()
         if self._served is not None:
             self._served.flush()
+
+    def _loading(self) -> None:
+        """Somebody gives the optimizer another state."""
+        self._flush()
+        if self._served is not None and self._served.started:
+            raise LoopError(
+                "the servers have the optimizer's state, and do not see what is loaded here; load it before "
+                "run.distribute(), or resume from a checkpoint of Weft's"
+            )
 
     def _look(self) -> None:
         """Somebody wants to see the optimizer's state."""
