@@ -26,7 +26,7 @@ from torch import nn
 from weft.compression.dense import Dense
 from weft.ops import Spec
 from weft.runtime.asking import Servers
-from weft.runtime.serving import ParameterServer
+from weft.runtime.serving import Kept, ParameterServer
 from weft.synchrony.asp import Asp
 from weft.topology._shards import Range
 from weft.transport.messaging import Client, Key
@@ -40,15 +40,13 @@ def serve(tell: Any, file: Path, workers: int, values: int, encrypted: bool) -> 
         Key.read(file),
         synchrony=Asp(),
         compression=Dense(),
-        specs=[Spec("part", (values,))],
-        parts=[part],
-        optimizer=torch.optim.SGD([part], lr=0.1),
+        kept=[Kept([Spec("part", (values,))], [part], torch.optim.SGD([part], lr=0.1))],
         workers=workers,
         encrypted=encrypted,
     )
     tell.send(server.address)
     while tell.recv() == "memory":
-        tell.send((resident_bytes(), server.holder.version))
+        tell.send((resident_bytes(), server.version))
     server.close()
 
 
@@ -61,25 +59,29 @@ def load(
 ) -> None:
     torch.set_num_threads(1)
     key = Key.read(file)
-    ranges = [[Range(f"part{number}", 0, values)] for number in range(len(addresses))]
+    bundles = [[(Range(f"part{number}", 0, values),)] for number in range(len(addresses))]
+    names = [f"part{number}" for number in range(len(addresses))]
     took: list[float] = []
     errors: list[str] = []
 
     def client(rank: int) -> None:
         try:
             links = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
-            specs = {part.name: Spec(part.name, (values,)) for row in ranges for part in row}
-            asking = Servers(rank, links, ranges, specs, Dense())
-            model = {part.name: torch.zeros(values) for row in ranges for part in row}
-            grads = {name: torch.ones(values) for name in model}
-            asking.join(model, 60)
+            specs = {name: Spec(name, (values,)) for name in names}
+            asking = Servers(rank, links, bundles, specs, Dense())
+            model = {name: torch.zeros(values) for name in names}
+            grads = {name: torch.ones(values) for name in names}
+            _, started = asking.join(60)
+            if rank == 0 and not started:
+                asking.start(model, {}, (), 60)
             until = time.monotonic() + seconds
             for step in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
                 began = time.perf_counter()
                 asking.pull(model).wait(60)
                 took.append(time.perf_counter() - began)
-                asking.push(grads, step)
-                asking.commit(1.0, [{}], 60)
+                asking.begin(step, 1.0, [{}])
+                for name, grad in grads.items():
+                    asking.push(name, grad, step)
             asking.leave(60)
         except Exception as error:
             errors.append(f"worker {rank}: {error}")
