@@ -28,7 +28,7 @@ RESULT = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss"
 RESULT += ["one_host", "interrupted", "rows", "curves", "timelines", "folder"]
 ROW = ["name", "kind", "sentence", "step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker"]
 ROW += ["wire_bytes_link", "exposed_s", "compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s"]
-ROW += ["compute", "error"]
+ROW += ["asynchrony", "compute", "error"]
 
 
 def call(*args: Any, cwd: Path) -> subprocess.CompletedProcess[str]:

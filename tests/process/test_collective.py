@@ -197,9 +197,10 @@ def sized(op: type[Collective], workers: int) -> Collective:
 
 
 def test_sent_bytes_are_what_the_topology_declares() -> None:
-    """With one worker to a process and sizes that divide, every worker sends as much as the busiest."""
+    """With one worker to a process and sizes that divide, every worker sends as much as the busiest; but for a tree's."""
     rows = spawn(4, weigh, list(TOPOLOGIES))
     for name, topology in TOPOLOGIES.items():
         for op in (Sum, All, Scatter):
             wanted = topology.wire_bytes(op, nbytes((torch.zeros(24),)), 4)
-            assert [row[f"{name} {op.__name__}"] for row in rows] == [wanted] * 4, (name, op)
+            sent = [row[f"{name} {op.__name__}"] for row in rows]
+            assert max(sent) == wanted and (sent == [wanted] * 4 or name == "tree"), (name, op)
