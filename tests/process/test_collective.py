@@ -197,7 +197,7 @@ def sized(op: type[Collective], workers: int) -> Collective:
 
 
 def test_sent_bytes_are_what_the_topology_declares() -> None:
-    """With one worker to a process and sizes that divide, every worker sends as much as the busiest; but for a tree's."""
+    """With one worker to a process and sizes that divide, all send as much as the busiest; but in a tree."""
     rows = spawn(4, weigh, list(TOPOLOGIES))
     for name, topology in TOPOLOGIES.items():
         for op in (Sum, All, Scatter):
