@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from weft.runtime.verbs import unpacked as unpacked_state
 from weft.topology._shards import Bundle, Range
 from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Pending
+
+_LOOK_S = 0.5
 
 
 @dataclass
@@ -42,10 +45,16 @@ class Pulled:
     first: bytearray
     """What the first server says about its first bundle."""
     buffers: Pending | None
+    clients: Sequence[Client]
 
     def wait_for(self, name: str, timeout_s: float) -> None:
+        """Until a parameter is in place. Whichever server is lost, nobody waits for the others in vain."""
         for each in self.replies[name]:
-            each.wait(timeout_s)
+            until = time.monotonic() + timeout_s
+            while not each.done(_LOOK_S) and time.monotonic() < until:
+                for client in self.clients:
+                    client.check()
+            each.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
         """Until all of it is in place."""
@@ -242,7 +251,7 @@ class Servers:
             head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
             into = [raw(buffer) for buffer in buffers]
             waits = self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
-        return Pulled(self._replies, self._first, waits)
+        return Pulled(self._replies, self._first, waits, self.clients)
 
 
 # --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------

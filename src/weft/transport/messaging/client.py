@@ -35,6 +35,10 @@ class Pending:
         self._error: Exception | None = None
         self._done = threading.Event()
 
+    def done(self, within_s: float) -> bool:
+        """Whether there is a reply, or never will be."""
+        return self._done.wait(within_s)
+
     def wait(self, timeout_s: float) -> list[memoryview]:
         """The reply's parts: `into` where that was given. Raises PeerLost or Refused."""
         if not self._done.wait(timeout_s):
@@ -104,6 +108,11 @@ class Client:
         if link is not None:
             link.send(head, pending.sent, priority=priority)
         return pending
+
+    def check(self) -> None:
+        """Raise why nothing more can be asked here, if so."""
+        if self._failed is not None:
+            raise self._failed
 
     def close(self) -> None:
         """Leave; what is still open fails."""
