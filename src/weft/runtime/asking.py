@@ -48,20 +48,28 @@ class Pulled:
     clients: Sequence[Client]
 
     def wait_for(self, name: str, timeout_s: float) -> None:
-        """Until a parameter is in place. Whichever server is lost, nobody waits for the others in vain."""
+        """Until a parameter is in place."""
         for each in self.replies[name]:
-            until = time.monotonic() + timeout_s
-            while not each.done(_LOOK_S) and time.monotonic() < until:
-                for client in self.clients:
-                    client.check()
-            each.wait(0.0)
+            self._wait_for(each, timeout_s)
+
+    def wait_for_buffers(self, timeout_s: float) -> None:
+        """Until the model's buffers are in place, where there are some."""
+        if self.buffers is not None:
+            self._wait_for(self.buffers, timeout_s)
+
+    def _wait_for(self, reply: Pending, timeout_s: float) -> None:
+        """Whichever server is lost, nobody waits for the others in vain."""
+        until = time.monotonic() + timeout_s
+        while not reply.done(_LOOK_S) and time.monotonic() < until:
+            for client in self.clients:
+                client.check()
+        reply.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
         """Until all of it is in place."""
         for name in self.replies:
             self.wait_for(name, timeout_s)
-        if self.buffers is not None:
-            self.buffers.wait(timeout_s)
+        self.wait_for_buffers(timeout_s)
 
     @property
     def leaving(self) -> bool:

@@ -90,7 +90,8 @@ class BetweenSteps:
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
         if self.folder is not None and self.policy.every:
             self._prepare(self.folder / "checkpoints")
-        if self.resume is None:
+        back = parts.served is not None and parts.served.running  # a worker that was lost: the run has gone on since
+        if self.resume is None or back:
             return None
         saved = self._saved = open_saved(self.resume, self.transport.layout)
         check_same_job(saved, specs, parts.optimizer)

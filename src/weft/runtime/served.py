@@ -183,8 +183,7 @@ class Served:
         if not self.defers:
             self.flush()
             return
-        if self._pulled.buffers is not None:
-            self._pulled.buffers.wait(self.timeout_s)
+        self._pulled.wait_for_buffers(self.timeout_s)
         self._cleared = False
         for p in self.named.values():
             p.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,16 +35,13 @@ class Tally:
             self._last[worker] = step, waited_s, by
 
     def row(self, server: int, updates: int) -> dict[str, Any]:
-        late = [staleness for (_, staleness), count in self.staleness.items() for _ in range(count)]
-        depths = [depth for depth, count in self.depths.items() for _ in range(count)]
+        waiting = sum(depth * count for depth, count in self.depths.items())
         return {
             "server": server,
             "updates": updates,
             "staleness": [[worker, late, count] for (worker, late), count in sorted(self.staleness.items())],
-            "staleness_mean": statistics.fmean(late) if late else None,
-            "staleness_most": max(late, default=None),
-            "queue_median": statistics.median(depths) if depths else None,
-            "queue_most": max(depths, default=None),
+            "queue_mean": waiting / self.depths.total() if self.depths else None,
+            "queue_most": max(self.depths, default=None),
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "waits": [[who, on, round(seconds, 4)] for (who, on), seconds in sorted(self.waits_s.items())],
