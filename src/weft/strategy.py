@@ -115,6 +115,12 @@ class Strategy:
         """Eight hex digits of the spelling's hash, for file names."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:8]
 
+    @property
+    def forgoes(self) -> bool:
+        """Whether the others go on where a worker is lost."""
+        servers, teams = self.topology.homes(1), self.topology.teams(1)
+        return bool(servers) and not teams and not self.synchrony.everyone
+
     def check(self) -> Strategy:
         """Itself where legal; else the first conflict is raised, with its remedy."""
         for conflict in conflicts(self):
@@ -195,6 +201,13 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
             str(topology),
             why="servers do not send yet before they are asked, and it would be ssp under another name",
             instead=f"'ssp / {topology}'",
+        )
+    if topology.teams(1) and not compression.lossless:
+        yield Conflict(
+            str(compression),
+            str(topology),
+            why="a proxy adds gradients up and sends sums on, which compressors do not open yet",
+            instead=f"'{strategy.synchrony} / {topology}', or parameter_server with {compression}",
         )
     if compression.claims:
         yield Conflict(

@@ -166,6 +166,7 @@ def test_killed_and_resumed_is_the_same_run(
 SERVED = (
     ("bsp / parameter_server(servers=2) / priority", "bsp / parameter_server(servers=3)"),
     ("bsp / colocated", "bsp / direct"),
+    ("bsp / hierarchical(groups=2)", "bsp / hierarchical(groups=1, servers=2) / wfbp"),
     ("bsp / direct", "bsp / parameter_server(servers=2)"),
 )
 

@@ -113,6 +113,8 @@ LIKE_DIRECT = {
     "encrypted": ("adam", "", False, "bsp / colocated(encrypted=true) / wfbp"),
     "batchnorm": ("adam", "norm", False, "bsp / colocated / priority(least=1B)"),
     "unused": ("adam", "", True, "bsp / parameter_server(servers=2)"),
+    "groups": ("adam", "norm", False, "bsp / hierarchical(groups=2, servers=2) / priority"),
+    "groups of one": ("nesterov", "", True, "ssp(slack=0) / hierarchical(groups=3)"),
     "whole parameters": ("adafactor", "", False, "bsp / parameter_server(servers=2)"),
 }
 
@@ -171,6 +173,7 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
     [
         "value_bound(delta=0.5) / parameter_server",
         "delay_compensated(asp) / colocated / error_feedback(topk(ratio=0.3))",
+        "negative_momentum(asp) / hierarchical(groups=2) / wfbp",
     ],
 )
 def test_ways_of_not_waiting_learn(strategy: str) -> None:
@@ -235,10 +238,18 @@ def test_what_servers_cannot_do_is_said(scratch: Path, case: str) -> None:
     assert gone(scratch)
 
 
-@pytest.mark.parametrize(("who", "strategy"), [("server", "asp"), ("worker", "bsp")])
+@pytest.mark.parametrize(
+    ("who", "strategy"),
+    [
+        ("server", "asp / parameter_server"),
+        ("worker", "bsp / parameter_server"),
+        ("worker", "asp / hierarchical(groups=1)"),
+        ("server", "asp / hierarchical(groups=1)"),
+    ],
+)
 def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str, strategy: str) -> None:
     script(scratch, sleep=0.5)
-    line = [*WEFT, "train", "job.py", "-n", "2", "--strategy", f"{strategy} / parameter_server", "--out", "out"]
+    line = [*WEFT, "train", "job.py", "-n", "2", "--strategy", strategy, "--out", "out"]
     run = subprocess.Popen(
         [*line, "--save-every", "1"], cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -254,6 +265,7 @@ def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str,
     assert "was ended by SIGKILL; the others were stopped" in said, said
     done = command("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
+    assert "the others go on" not in done.stderr + done.stdout
     assert gone(scratch)
 
 

@@ -68,6 +68,7 @@ RUNS = {
     "byteps": "bsp / parameter_server(servers=0) / priority(partition=4MB)",
     "tictac": "bsp / parameter_server(servers=0) / priority(partition=1GiB, least=1B)",
     "p3": "bsp / parameter_server(servers=0) / priority(partition=200KB, least=1B)",
+    "mxnet": "bsp / hierarchical(servers=2)",
     "mxnet_2bit": "bsp / parameter_server(servers=0) / error_feedback(twobit)",
 }
 BESIDE = {"p3"}

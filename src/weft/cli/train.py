@@ -114,9 +114,7 @@ def train(
     source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
     folder = _folder(out, path, known.check(), node_rank) if asked.out is None or out is not None else asked.out
     homes = known.topology.homes(asked.workers)
-    spec = replace(
-        asked, out=folder, servers=len(homes), forgoes=bool(homes) and not known.synchrony.everyone
-    ).checked()
+    spec = replace(asked, out=folder, servers=len(homes), forgoes=known.forgoes).checked()
     workers = spec.workers
     fresh = not folder.exists()
     show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))

@@ -183,7 +183,7 @@ def run(
             args=task.args,
             workers=hosts,
             servers=len(contender.homes(hosts)),
-            forgoes=not contender.in_step,
+            forgoes=contender.strategy is not None and contender.strategy.forgoes,
             strategy=contender.strategy,
             steps=task.steps,
             seed=seed,

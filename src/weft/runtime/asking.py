@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,8 @@ class Pulled:
 class Servers:
     """All servers of a run, asked by one worker. `bundles` says, server by server, what it keeps.
 
-    `urgent`: what the next forward needs first goes first, both ways. `near` is the server on this worker's own host.
+    `urgent`: what the next forward needs first goes first, both ways. `near` is the server on this worker's own host,
+    `rank` its number among all, where it has another with these servers.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Servers:
         *,
         urgent: bool = False,
         near: int | None = None,
+        rank: int | None = None,
     ) -> None:
         self.worker, self.clients, self.specs = worker, clients, specs
+        self.rank = worker if rank is None else rank
         self.compression, self.seed, self.urgent, self.near = compression, seed, urgent, near
         self.ways = [
             _Way(server, number, bundle) for server, each in enumerate(bundles) for number, bundle in enumerate(each)
@@ -157,7 +160,7 @@ class Servers:
 
     def tell(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
         """Everyone's values, by worker; None for those who are gone."""
-        head = memoryview(TELL.pack(self.worker, next(self._tellings)))
+        head = memoryview(TELL.pack(self.rank, next(self._tellings)))
         asked = self.clients[0].ask(Verb.TELL, [head, memoryview(json.dumps(list(values)).encode())], once=True)
         found: list[Any] = json.loads(bytes(asked.wait(timeout_s)[0]))
         return found
@@ -200,11 +203,44 @@ class Servers:
                 words += map(raw, self._words(part, grad[part.start : part.stop], step))
             elif self.compression.lossless:
                 words.append(memoryview(b""))
+        self._push(way, words, step)
+
+    def _push(self, way: _Way, words: Sequence[memoryview], step: int) -> None:
         head = memoryview(PUSH.pack(self.worker, way.number, step))
         client = self.clients[way.server]
         self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way)))
         if way.server != self.near:
             self.sent_bytes += sum(len(word) for word in words)
+
+    def forward(
+        self,
+        number: int,
+        sums: Sequence[Tensor | None],
+        step: int,
+        into: Mapping[str, Tensor],
+        then: Callable[[Pending], None],
+    ) -> None:
+        """Send a bundle's gradients as they are, and have what they become brought there; numbers go on from server to
+        server."""
+        way = self.ways[number]
+        for part in way.bundle:
+            self._order.setdefault(part.name, len(self._order))
+        self._push(way, [memoryview(b"") if grad is None else raw(grad) for grad in sums], step)
+        self.ask_for(number, into, then)
+
+    def ask_for(self, number: int, into: Mapping[str, Tensor], then: Callable[[Pending], None]) -> None:
+        """Have one bundle brought there, as it is after this step."""
+        self._ask_for(self.ways[number], into, then)
+
+    def relay(
+        self, verb: Verb, number: int | None, parts: Sequence[memoryview], then: Callable[[Pending], None]
+    ) -> None:
+        """Ask for somebody else: about a bundle, or None: whatever the first server is asked."""
+        client = self.clients[0]
+        if number is not None and number != BUFFERS:
+            way = self.ways[number]
+            client, parts = self.clients[way.server], [memoryview(BUNDLE.pack(way.number)), *parts[1:]]
+        client.ask(verb, parts, once=verb is not Verb.FETCH, then=then)
 
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
         """What goes to the server: the gradient itself, or what a compressor says about it."""
@@ -238,14 +274,20 @@ class Servers:
         for each in self._pushed:
             each.wait(timeout_s)
 
-    def _ask_for(self, way: _Way, into: Mapping[str, Tensor]) -> None:
+    def _ask_for(self, way: _Way, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None) -> None:
         about = self._first if way is self.ways[0] else bytearray(PULLED.size)
         room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
         head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
-        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE)
+        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then)
         way.asked = self.steps
         for name in {part.name for part in way.bundle}:
             self._replies.setdefault(name, []).append(asked)
+
+    def ask_for_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
+        """Have the model's buffers brought there, as they are after this step."""
+        head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
+        into = [raw(buffer) for buffer in buffers]
+        return self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE, then=then)
 
     def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pulled:
         """Ask for what was not asked for yet: it comes into the memory of these flat tensors once this worker may go
@@ -254,11 +296,7 @@ class Servers:
         for way in self.ways:
             if way.asked < self.steps:
                 self._ask_for(way, model)
-        waits = None
-        if buffers:
-            head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
-            into = [raw(buffer) for buffer in buffers]
-            waits = self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE)
+        waits = self.ask_for_buffers(buffers) if buffers else None
         return Pulled(self._replies, self._first, waits, self.clients)
 
 

@@ -364,7 +364,7 @@ def _memory(saved: Saved, rank: int, count: int, strategy: Strategy) -> dict[str
     heir = [saved.workers[r]["memory"] for r in sorted(saved.workers) if r % count == rank]
     same = Strategy.parse(saved.manifest.strategy).compression == strategy.compression
     if same and saved.manifest.workers == count:
-        return dict(_cloned(heir[0]))
+        return dict(_cloned(heir[0])) if heir else {}  # where nobody waits, worker 0 has saved itself alone
     merged: dict[str, dict[str, Tensor]] = {}
     for memory in heir if _owes(strategy) else ():
         for name, kept in memory.items():

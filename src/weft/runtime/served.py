@@ -6,7 +6,6 @@ Under `priority` the step returns at once, and whoever touches a parameter waits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError, UserError
-from weft.runtime.asking import Pulled, Servers
+from weft.runtime.asking import Pulled
 from weft.runtime.guard import finite
 from weft.runtime.late import Late, arrive, delay
 from weft.runtime.record import Watch
-from weft.runtime.server import divided, refuse, trained
+from weft.runtime.server import reach, refuse
 from weft.runtime.serving import hyper
 from weft.runtime.turns import Turns
 from weft.runtime.verbs import Hyper
 from weft.runtime.world import World
 from weft.strategy import Strategy
-from weft.transport.messaging import Client, Key
 
 
 class Served:
@@ -54,30 +52,14 @@ class Served:
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
         self.buffers = list(model.buffers())
-        homes = strategy.topology.homes(world.workers)
-        specs = {spec.name: spec for spec in trained(model)}
-        mine = divided(model, optimizer, strategy, len(homes))
-        key, who = Key.read(Path(world.key_file)), f"worker {turns.rank}"
-        most = 16 * max(p.numel() * p.element_size() for p in self.named.values()) + (1 << 26)
-        clients = [
-            Client(
-                world.find(server, timeout_s), key, who, encrypted=world.encrypts(strategy.topology), most_bytes=most
-            )
-            for server in range(len(homes))
-        ]
-        self.asking = Servers(
-            turns.rank,
-            clients,
-            mine,
-            specs,
-            strategy.compression,
-            seed,
-            urgent=strategy.schedule.defers,
-            near=homes.index(turns.rank) if turns.rank in homes else None,
+        self.asking = reach(
+            model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
         )
         at, self.running = self.asking.join(timeout_s)
         if self.running:  # this worker was lost, and is back: it goes on where it was
             turns.step = max(turns.step, at)
+        self._apart = len(strategy.topology.teams(world.workers)) or world.workers
+        """How many go at a pace of their own."""
         self.started = False
         self.pushed: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
@@ -154,7 +136,7 @@ class Served:
         numbers = hyper(self.optimizer)
         for group in numbers:
             if isinstance(momentum := group.get("momentum"), float):
-                group["momentum"] = self.synchrony.momentum(momentum, self.turns.workers)
+                group["momentum"] = self.synchrony.momentum(momentum, self._apart)
         return numbers
 
     def _ended(self) -> None:

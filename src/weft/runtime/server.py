@@ -8,11 +8,13 @@ So a server's optimizer is whatever the job has, with nothing sent but numbers. 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
 import random
 import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,14 +27,19 @@ from weft.errors import LoopError, PeerLost, UserError
 from weft.numerics import Lamb, Lars
 from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
+from weft.runtime.asking import Servers
+from weft.runtime.proxy import Proxy
 from weft.runtime.record import write_json
 from weft.runtime.serving import Kept, Loss, ParameterServer, part_optimizer
 from weft.runtime.world import World
 from weft.strategy import Strategy
+from weft.topology import Topology
 from weft.topology._shards import Bundle, bundles, shards
-from weft.transport.messaging import Key
+from weft.transport.messaging import Client, Key
 
 log = logging.getLogger(__name__)
+
+_MEET_S = 300.0
 
 _ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 _ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
@@ -76,6 +83,37 @@ def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         )
 
 
+def reach(
+    model: nn.Module, optimizer: Optimizer, *, strategy: Strategy, world: World, rank: int, seed: int, timeout_s: float
+) -> Servers:
+    """Whom a worker asks: the servers that keep the model, or the proxy of its group."""
+    topology, bundled = strategy.topology, divided(model, optimizer, strategy, strategy.topology.keepers(world.workers))
+    asked, place, homes = list(range(len(bundled))), rank, topology.homes(world.workers)
+    for number, team in enumerate(topology.teams(world.workers)):
+        if rank in team:
+            asked, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
+    return Servers(
+        place,
+        call(asked, f"worker {rank}", model, topology, world, timeout_s),
+        bundled,
+        {spec.name: spec for spec in trained(model)},
+        strategy.compression,
+        seed,
+        urgent=strategy.schedule.defers,
+        near=next((number for number, server in enumerate(asked) if homes[server] == rank), None),
+        rank=rank,
+    )
+
+
+def call(
+    servers: Iterable[int], who: str, model: nn.Module, topology: Topology, world: World, timeout_s: float
+) -> list[Client]:
+    """Links to some servers, as soon as they are there."""
+    key, encrypted = Key.read(Path(world.key_file)), world.encrypts(topology)
+    most = 16 * max(p.numel() * p.element_size() for p in model.parameters()) + (1 << 26)
+    return [Client(world.find(server, timeout_s), key, who, encrypted=encrypted, most_bytes=most) for server in servers]
+
+
 class ServerRun:
     """What `weft.init()` gives a process that is a server: as much of a run as a script sees before `distribute`."""
 
@@ -93,35 +131,72 @@ class ServerRun:
         refuse(model, optimizer, self.world)
         assert self.world.server is not None, "a server's process"
         keep_memory()
-        index, homes = self.world.server, self.strategy.topology.homes(self.workers)
-        mine = divided(model, optimizer, self.strategy, len(homes))[index]
+        index = self.world.server
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
-        server = ParameterServer(
-            (self.world.address(), 0),
-            Key.read(Path(self.world.key_file)),
-            synchrony=self.strategy.synchrony,
-            compression=self.strategy.compression,
-            kept=[keep(bundle, model, optimizer) for bundle in mine],
-            workers=self.workers,
-            seed=self.seed,
-            encrypted=self.world.encrypts(self.strategy.topology),
-            buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
-            lost=losses.put,
-        )
+        keeps = index < self.strategy.topology.keepers(self.workers)
+        server = (self._keeper if keeps else self._proxy)(index, model, optimizer, losses.put)
         self.world.announce(index, server.address)
         try:
             while not server.over.wait(0.1):
                 if not losses.empty():
                     self._lost(losses.get())
+            if isinstance(server, Proxy):
+                server.upstream.leave(_MEET_S)
         finally:
             if out := os.environ.get("WEFT_OUT"):
                 write_json(Path(out) / f"server-{index}.json", server.tally.row(index, server.version))
         server.close()
         raise SystemExit(0)
 
+    def _keeper(
+        self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
+    ) -> ParameterServer:
+        """A server that keeps a share of the model."""
+        topology = self.strategy.topology
+        mine = divided(model, optimizer, self.strategy, topology.keepers(self.workers))[index]
+        return ParameterServer(
+            (self.world.address(), 0),
+            Key.read(Path(self.world.key_file)),
+            synchrony=self.strategy.synchrony,
+            compression=self.strategy.compression,
+            kept=[keep(bundle, model, optimizer) for bundle in mine],
+            workers=self.workers,
+            teams=topology.teams(self.workers),
+            seed=self.seed,
+            encrypted=self.world.encrypts(topology),
+            buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
+            lost=lost,
+        )
+
+    def _proxy(self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]) -> Proxy:
+        """A server that stands between its group and those."""
+        topology, strategy = self.strategy.topology, self.strategy
+        keepers = topology.keepers(self.workers)
+        team = topology.teams(self.workers)[index - keepers]
+        upstream = Servers(
+            index - keepers,
+            call(range(keepers), f"the proxy of worker {team[0]}", model, topology, self.world, _MEET_S),
+            divided(model, optimizer, strategy, keepers),
+            {spec.name: spec for spec in trained(model)},
+            strategy.compression,
+            self.seed,
+            urgent=strategy.schedule.defers,
+        )
+        upstream.join(_MEET_S)
+        return Proxy(
+            (self.world.address(), 0),
+            Key.read(Path(self.world.key_file)),
+            upstream=upstream,
+            model={name: p.detach().reshape(-1) for name, p in model.named_parameters() if p.requires_grad},
+            buffers=list(model.buffers()),
+            workers=len(team),
+            encrypted=self.world.encrypts(topology),
+            lost=lost,
+        )
+
     def _lost(self, loss: Loss) -> None:
         what = f"{loss.name} went away ({loss.reason})"
-        if self.strategy.synchrony.everyone:
+        if self.strategy.synchrony.everyone or self.strategy.topology.teams(self.workers):
             raise PeerLost(what)
         log.error("%s; the others go on", what)
 

@@ -133,17 +133,20 @@ class ParameterServer:
         compression: Compressor,
         kept: Sequence[Kept],
         workers: int,
+        teams: Sequence[range] = (),
         seed: int = 0,
         encrypted: bool = False,
         buffers: int = 0,
         patience_s: float = 3.0,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
-        self.compression, self.seed, self.workers, self._lost = compression, seed, workers, lost
+        self._teams = teams or [range(worker, worker + 1) for worker in range(workers)]
+        """Who stands behind each who asks: a proxy asks for a group."""
+        self.compression, self.seed, self.workers, self._lost = compression, seed, len(self._teams), lost
         self.synchrony = synchrony
-        self.tally = Tally(workers)
+        self.tally = Tally(self.workers)
         self.bundles = [
-            _Open(each, Holder(synchrony, each.parts, workers, each.step, updated=self._updated)) for each in kept
+            _Open(each, Holder(synchrony, each.parts, self.workers, each.step, updated=self._updated)) for each in kept
         ]
         self._begun: dict[int, tuple[int, float, Hyper]] = {}
         self._steps: dict[int, int] = {}
@@ -245,7 +248,7 @@ class ParameterServer:
                 request.reply(packed_state(self._bundle(number).kept.state()))
             case Verb.TELL:
                 worker, number = TELL.unpack(head)
-                self._present(worker)
+                self._present(self._asker(worker))
                 self._told.setdefault(number, {})[worker] = request, json.loads(bytes(parts[0]))
                 self._answer_tellings()
             case Verb.LEAVE:
@@ -286,6 +289,10 @@ class ParameterServer:
             for bundle in self.bundles:
                 bundle.holder.join(worker)
 
+    def _asker(self, worker: int) -> int:
+        """Who asks for a worker: itself, or its group's proxy."""
+        return next((asker for asker, team in enumerate(self._teams) if worker in team), -1)
+
     def _leave(self, loss: Loss) -> None:
         """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
         worker = self._names.get(loss.name)
@@ -316,10 +323,10 @@ class ParameterServer:
 
     def _answer_tellings(self) -> None:
         """Everyone's values to everyone, where all who are there have told theirs."""
-        there = set(range(self.workers)) - self._gone
+        there = {worker for asker, team in enumerate(self._teams) if asker not in self._gone for worker in team}
         for number in [number for number, told in self._told.items() if there <= set(told)]:
             told = self._told.pop(number)
-            rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self.workers)])
+            rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self._teams[-1].stop)])
             for request, _ in told.values():
                 request.reply([memoryview(rows.encode())])
 

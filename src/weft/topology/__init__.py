@@ -31,8 +31,19 @@ class Topology(Answer, ABC):
         return False
 
     def homes(self, workers: int) -> tuple[int, ...]:
-        """For each server the host it sits on: 0 to workers - 1 are the workers' own, others are the servers'."""
+        """For each server the host it sits on: 0 to workers - 1 are the workers' own, others are the servers'.
+
+        Those that keep the model come first, proxies last.
+        """
         return ()
+
+    def teams(self, workers: int) -> tuple[range, ...]:
+        """Workers who have a proxy in common and take each step together; none: everyone asks the servers."""
+        return ()
+
+    def keepers(self, workers: int) -> int:
+        """How many servers keep a share of the model."""
+        return len(self.homes(workers)) - len(self.teams(workers))
 
     @abstractmethod
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -7,7 +7,7 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from weft.errors import JobError, PeerLost
 from weft.transport.messaging.frames import FrameError, Head, Kind
@@ -28,9 +28,16 @@ class Pending:
     """A request on its way."""
 
     def __init__(
-        self, to: str, head: Head, parts: Sequence[memoryview], into: Sequence[memoryview] | None, priority: int
+        self,
+        to: str,
+        head: Head,
+        parts: Sequence[memoryview],
+        into: Sequence[memoryview] | None,
+        priority: int,
+        then: Callable[[Pending], None] | None,
     ) -> None:
         self.to, self.head, self.sent, self.into, self.priority = to, head, list(parts), into, priority
+        self._then = then
         self.parts: list[memoryview] = []
         self._error: Exception | None = None
         self._done = threading.Event()
@@ -51,6 +58,8 @@ class Pending:
         """The reply, or why there is none; whoever takes the request off the client's list calls this, once."""
         self.parts, self._error, self.sent = parts, error, []
         self._done.set()
+        if self._then is not None:
+            self._then(self)
 
 
 class Client:
@@ -93,17 +102,19 @@ class Client:
         once: bool = False,
         into: Sequence[memoryview] | None = None,
         priority: int = 0,
+        then: Callable[[Pending], None] | None = None,
     ) -> Pending:
         """Send a request. Parts must not change before its reply is there: it may have to be sent again.
 
-        `once`: it counts, and is never served twice. `into`: memory for the reply, one piece behind the other.
+        `once`: it counts, and is never served twice. `into`: memory for the reply, one piece behind the other. `then`
+        is called when it is there, or never will be, in the thread that carries the link.
         """
         with self._lock:
             if self._failed is not None:
                 raise self._failed
             number = next(self._numbers)
             head = Head(Kind.ONCE if once else Kind.QUERY, verb, number, self._settled)
-            pending = self._open[number] = Pending(str(self), head, parts, into, priority)
+            pending = self._open[number] = Pending(str(self), head, parts, into, priority, then)
             link = self._link
         if link is not None:
             link.send(head, pending.sent, priority=priority)
