@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece, State
+from weft.errors import LoopError
 from weft.ops import Spec
+from weft.runtime.guard import finite
 from weft.runtime.pushing import said
 from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
 from weft.runtime.verbs import packed as packed_state
@@ -177,6 +179,10 @@ class Servers:
         for client in self.clients:
             client.close()
 
+    def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Memory for what comes while the model is still needed."""
+        return {name: torch.empty_like(flat) for name, flat in model.items()}
+
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
@@ -185,6 +191,8 @@ class Servers:
         It must not change until the model of the next step is there. None: there is no gradient. `into`: have what it
         becomes brought there at once, instead of with `pull`.
         """
+        if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
+            raise LoopError(f"the gradient of {name} is not finite at step {step + 1}; servers cannot use that")
         self._grads[name] = grad
         self._order.setdefault(name, len(self._order))
         for way in self._of[name]:
@@ -256,7 +264,13 @@ class Servers:
         return -max(self._order.get(part.name, 0) for part in way.bundle) if self.urgent else 0
 
     def begin(
-        self, step: int, share: float, hyper: Hyper, buffers: Sequence[Tensor] = (), *, leave: bool = False
+        self,
+        step: int,
+        share: float,
+        hyper: Hyper,
+        buffers: Sequence[Tensor] = (),
+        *,
+        leave: bool = False,
     ) -> None:
         """Gradients of a step will come, to be used with these numbers and, by worker 0, these buffers."""
         head = memoryview(BEGIN.pack(self.worker, step, share, leave))

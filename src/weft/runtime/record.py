@@ -35,7 +35,8 @@ _TRACED_STEPS = 30
 class Sender(Protocol):
     """Whoever puts gradients on the wire."""
 
-    sent_bytes: float
+    @property
+    def sent_bytes(self) -> float: ...
 
 
 class Watch:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError, UserError
-from weft.runtime.asking import Pulled
-from weft.runtime.guard import finite
+from weft.runtime.asking import Pulled, Servers
 from weft.runtime.late import Late, arrive, delay
+from weft.runtime.pinned import Landing, Pinned
 from weft.runtime.record import Watch
 from weft.runtime.server import reach, refuse
 from weft.runtime.serving import hyper
@@ -52,9 +52,11 @@ class Served:
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
         self.buffers = list(model.buffers())
-        self.asking = reach(
+        self.asking: Servers | Pinned = reach(
             model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
         )
+        if next(iter(self.flat.values())).is_cuda:
+            self.asking = Pinned(self.asking, self.flat, self.buffers, timeout_s)
         at, self.running = self.asking.join(timeout_s)
         if self.running:  # this worker was lost, and is back: it goes on where it was
             turns.step = max(turns.step, at)
@@ -64,9 +66,9 @@ class Served:
         self.pushed: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
         early = self.overlaps and self.synchrony.everyone
-        self._coming = {name: torch.empty_like(flat) for name, flat in self.flat.items()} if early else None
+        self._coming = self.asking.room(self.flat) if early else None
         """The next step's parameters, while backward still needs this one's."""
-        self._pulled: Pulled | None = None
+        self._pulled: Pulled | Landing | None = None
         self._cleared = True
         self._numbers: Hyper = []
         self.local = False  # gradients from `accumulate` are waiting
@@ -98,9 +100,8 @@ class Served:
             )
         if not self.pushed:
             self._begin()
-        if grad.is_sparse or not (finite(grad) or bool(torch.isfinite(grad).all())):
-            what = "sparse" if grad.is_sparse else "not finite"
-            raise LoopError(f"the gradient of {name} is {what} at step {self.turns.step + 1}; servers cannot use that")
+        if grad.is_sparse:
+            raise LoopError(f"the gradient of {name} is sparse at step {self.turns.step + 1}; servers cannot use that")
         if param._version != self._versions[name]:
             raise LoopError(
                 f"{name} was changed beside the optimizer, and the servers, who have the model, do not know; change it "
@@ -191,7 +192,7 @@ class Served:
         arrive(param)
         self.watch.held_up(began)
 
-    def _enter(self, name: str, pulled: Pulled) -> None:
+    def _enter(self, name: str, pulled: Pulled | Landing) -> None:
         """Wait for a parameter, and put it where it belongs."""
         pulled.wait_for(name, self.timeout_s)
         if self._coming is not None:

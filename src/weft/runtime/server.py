@@ -74,8 +74,8 @@ def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
             f"{type(optimizer).__name__} may look at several parameters at once, which servers step one by one; use "
             "another optimizer, or another topology, such as direct"
         )
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise UserError("parameter servers train on CPUs so far; use --device cpu, or another topology, such as direct")
+    if len({p.device for p in model.parameters()}) > 1:
+        raise UserError("servers train models that are on one device; move all of it to run.device, or use direct")
     if not world.key_file:
         raise UserError(
             f"{socket.gethostname()} has no key for its messages to servers; start the job with `weft train`, or make "

@@ -142,6 +142,8 @@ class Run:
         apart = self._among_servers or self._shares_memory  # workers need not know each other
         if not apart:
             world.connect(self.device, timeout_s)
+        elif self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         staged = self.device.type == "cuda" and world.shared_gpus
         mesh = world.mesh(timeout_s) if not apart else None
         self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=mesh)
