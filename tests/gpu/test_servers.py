@@ -79,9 +79,11 @@ def test_compressed_pushes_are_those_of_a_cpu() -> None:
             assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-8)
 
 
-def test_servers_that_nobody_waits_for_learn() -> None:
-    for losses, _ in spawn(2, train, WEFT_STRATEGY="asp / parameter_server / priority", **GPU):
-        assert losses[-1] < losses[0]
+def test_one_worker_that_nobody_waits_for_learns_what_it_learns_alone() -> None:
+    ((losses, weights),) = spawn(1, train, WEFT_STRATEGY="asp / parameter_server / priority", **GPU)
+    ((expected, wanted),) = spawn(1, train, WEFT_STRATEGY="bsp / direct", **GPU)
+    assert losses == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    assert weights == pytest.approx(wanted, rel=1e-10, abs=1e-10)
 
 
 def test_values_that_are_not_finite_do_not_reach_the_servers() -> None:
