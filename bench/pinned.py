@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 bench/pinned.py
 
 `text` at 10m with a large batch, bf16 autocast, one worker and four servers over loopback, so that every byte passes
-through pinned memory and a socket. Rounds alternate; the bound is what the wire alone takes for the model out and back at the rate
-that `bench/messaging.py` shows, or computing, whichever is longer.
+through pinned memory and a socket. Rounds alternate; the bound is what the wire alone takes for the model out and back
+at the rate that `bench/messaging.py` shows, or computing, whichever is longer.
 """
 
 from __future__ import annotations
