@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece, State
-from weft.errors import LoopError
 from weft.ops import Spec
-from weft.runtime.guard import finite
 from weft.runtime.pushing import said
 from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
 from weft.runtime.verbs import packed as packed_state
@@ -35,8 +33,8 @@ class _Way:
     number: int
     bundle: Bundle
     came: set[str] = field(default_factory=set)
-    asked: int = -1
-    """The step after which it was last asked for."""
+    asked: bool = False
+    """Whether what the next `pull` asks for is on its way already."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +189,6 @@ class Servers:
         It must not change until the model of the next step is there. None: there is no gradient. `into`: have what it
         becomes brought there at once, instead of with `pull`.
         """
-        if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
-            raise LoopError(f"the gradient of {name} is not finite at step {step + 1}; servers cannot use that")
         self._grads[name] = grad
         self._order.setdefault(name, len(self._order))
         for way in self._of[name]:
@@ -202,6 +198,7 @@ class Servers:
                 self._send(way, step)
                 if into is not None:
                     self._ask_for(way, into)
+                    way.asked = True
 
     def _send(self, way: _Way, step: int) -> None:
         words: list[memoryview] = []
@@ -281,10 +278,9 @@ class Servers:
             for server, client in enumerate(self.clients)
         ]
         self.steps += 1
-        self._replies, self._first = {}, bytearray(PULLED.size)
 
     def pushed(self, timeout_s: float) -> None:
-        """Until all gradients of the step have arrived."""
+        """Until all gradients of the last step that was begun have arrived; before that, no other may begin."""
         for each in self._pushed:
             each.wait(timeout_s)
 
@@ -293,8 +289,7 @@ class Servers:
         room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
         head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
         asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then)
-        way.asked = self.steps
-        for name in {part.name for part in way.bundle}:
+        for name in {part.name for part in way.bundle} if then is None else ():
             self._replies.setdefault(name, []).append(asked)
 
     def ask_for_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
@@ -308,10 +303,13 @@ class Servers:
         on."""
         self._model = model
         for way in self.ways:
-            if way.asked < self.steps:
+            if not way.asked:
                 self._ask_for(way, model)
+            way.asked = False
         waits = self.ask_for_buffers(buffers) if buffers else None
-        return Pulled(self._replies, self._first, waits, self.clients)
+        pulled = Pulled(self._replies, self._first, waits, self.clients)
+        self._replies, self._first = {}, bytearray(PULLED.size)
+        return pulled
 
 
 # --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------

@@ -181,6 +181,12 @@ def finite(flat: Tensor | None) -> bool:
     return bool(torch.isfinite(_total(flat)))
 
 
+def check_finite(name: str, grad: Tensor, step: int) -> None:
+    """Refuse a gradient that would spoil the servers' model."""
+    if not (finite(grad) or bool(torch.isfinite(grad).all())):
+        raise LoopError(f"the gradient of {name} is not finite at step {step + 1}; servers cannot use that")
+
+
 def _values(grad: Tensor) -> Tensor:
     return grad.detach()._values() if grad.is_sparse else grad.detach()
 

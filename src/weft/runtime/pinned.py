@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.compression import State
 from weft.runtime.asking import Pulled, Servers
+from weft.runtime.guard import check_finite
 from weft.runtime.verbs import Hyper
 
 
@@ -133,6 +134,8 @@ class Pinned:
 
         def push() -> None:
             copied.synchronize()
+            if room is not None:
+                check_finite(name, room, step)
             self.inner.push(name, room, step, self._values if into is not None else None)
 
         self._work.put(push)

@@ -6,7 +6,7 @@ Under `priority` the step returns at once, and whoever touches a parameter waits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from weft.errors import LoopError, UserError
 from weft.runtime.asking import Pulled, Servers
+from weft.runtime.guard import check_finite
 from weft.runtime.late import Late, arrive, delay
 from weft.runtime.pinned import Landing, Pinned
 from weft.runtime.record import Watch
@@ -27,6 +28,9 @@ from weft.strategy import Strategy
 
 class Served:
     """Hooks on a model's parameters, and what is on its way to servers and back."""
+
+    keeps_gradients: ClassVar[bool] = False
+    """Whether `.grad` stays this worker's own until `step`, so that clipping it has an effect."""
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class Served:
         self._apart = len(strategy.topology.teams(world.workers)) or world.workers
         """How many go at a pace of their own."""
         self.started = False
-        self.pushed: set[str] = set()
+        self.came: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
         early = self.overlaps and self.synchrony.everyone
         self._coming = self.asking.room(self.flat) if early else None
@@ -93,21 +97,24 @@ class Served:
             self.turns.accumulated()
             self.local = True
             return
-        if name in self.pushed:
+        if name in self.came:
             raise LoopError(
-                "backward ran twice before step(), and the servers have the first gradient already; put all but the "
-                "last backward into `with run.accumulate():`"
+                "backward ran twice before step(), and the first gradient was taken already; put all but the last "
+                "backward into `with run.accumulate():`"
             )
-        if not self.pushed:
+        if not self.came:
             self._begin()
-        if grad.is_sparse:
-            raise LoopError(f"the gradient of {name} is sparse at step {self.turns.step + 1}; servers cannot use that")
         if param._version != self._versions[name]:
             raise LoopError(
                 f"{name} was changed beside the optimizer, and the servers, who have the model, do not know; change it "
                 "before run.distribute(), or use another topology, such as direct"
             )
-        self.pushed.add(name)
+        self.came.add(name)
+        self._take(name, param, grad)
+
+    def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """A gradient is there: it leaves, now or in `step`."""
+        self._check(name, grad)
         flat = grad.reshape(-1).mul_(self.turns.share)
         given = flat if self.turns.share > 0 or not self.lossless else None  # who has no batch has no gradient
         if self.overlaps:
@@ -116,7 +123,14 @@ class Served:
             self._held[name] = given
         param.grad = Away.of(grad)
 
+    def _check(self, name: str, grad: Tensor) -> None:
+        if grad.is_sparse:
+            raise LoopError(f"the gradient of {name} is sparse at step {self.turns.step + 1}; servers cannot use that")
+        if not grad.is_cuda:  # a GPU would be held up; its gradients are looked at on the host
+            check_finite(name, grad, self.turns.step)
+
     def _begin(self) -> None:
+        """The first gradient of a backward."""
         if not self._cleared:
             raise LoopError(
                 "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() "
@@ -125,8 +139,13 @@ class Served:
         self.turns.begin_backward()
         if self.local:
             self.turns.accumulated()
+            self.local = False
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
         self.flush()
+        self._announce()
+
+    def _announce(self) -> None:
+        """The servers learn what this step's gradients are to be used with."""
         self._numbers = self._hyper()
         kept = self.buffers if self.turns.rank == 0 and self.turns.share > 0 else ()
         leave = self.asked and self.synchrony.everyone
@@ -149,8 +168,9 @@ class Served:
     def step(self) -> None:
         """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
         for name in self.named:
-            if name not in self.pushed:
+            if name not in self.came:
                 self._absent(name)
+                self.asking.push(name, None, self.turns.step, self._coming)
         for name, grad in self._held.items():
             self.asking.push(name, grad, self.turns.step)
         if self._held:
@@ -161,8 +181,12 @@ class Served:
                 "the optimizer's numbers have changed between backward() and step(), and the servers have stepped with "
                 "the old ones; change them (a scheduler's step()) after step()"
             )
-        self.pushed, self.local = set(), False
-        self._pulled = self.asking.pull(self.flat, self.buffers)
+        self.came = set()
+        self._bring(self.buffers)
+
+    def _bring(self, buffers: Sequence[Tensor]) -> None:
+        """Ask for the model, and wait for it; or have whoever touches a parameter wait."""
+        self._pulled = self.asking.pull(self.flat, buffers)
         if not self.defers:
             self.flush()
             return
@@ -183,7 +207,6 @@ class Served:
                 f"{name} had no gradient at step {self.turns.step + 1}; if parameters come and go, say "
                 "run.distribute(..., unused=True)"
             )
-        self.asking.push(name, None, self.turns.step, self._coming)
 
     def _touched(self, param: Late) -> None:
         assert self._pulled is not None
