@@ -131,6 +131,8 @@ class Strategy:
 def conflicts(strategy: Strategy) -> Iterator[Conflict]:
     """Every reason why a strategy cannot run. All rules of legality are here; the planner uses the same."""
     synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
+    if strategy.optimization.accrues:
+        yield from _accruing(strategy)
     if topology.everyone and not synchrony.everyone:
         yield Conflict(
             str(synchrony),
@@ -171,6 +173,33 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
                 instead=f"'{inner}' alone, or error_feedback(topk), or error_feedback(sign(scaled=true))",
             )
+
+
+def _accruing(strategy: Strategy) -> Iterator[Conflict]:
+    """Who goes on with a copy needs servers that have the model, and says only now and then how far it is."""
+    optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
+    served = topology if topology.homes(1) else "parameter_server"
+    if served is not topology:
+        yield Conflict(
+            str(optimization),
+            str(topology),
+            why=f"under {optimization.name} servers have the model, and {topology.name} has none",
+            instead=f"'{optimization} / asp / {served}'",
+        )
+    if synchrony.waits:
+        yield Conflict(
+            str(optimization),
+            str(synchrony),
+            why=f"{synchrony.name} lets a worker go on by the steps of others, who push and fetch only now and then",
+            instead=f"'{optimization} / asp / {served}'",
+        )
+    elif synchrony.looks_back and optimization.period > 1:
+        yield Conflict(
+            str(optimization),
+            str(synchrony),
+            why=f"{synchrony.name} moves a gradient that was taken at the model last read, and these are not",
+            instead=f"'{optimization.name} / {synchrony} / {served}', or '{optimization} / asp / {served}'",
+        )
 
 
 def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:

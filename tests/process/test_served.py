@@ -153,7 +153,14 @@ def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratc
     assert gone(scratch)
 
 
-@pytest.mark.parametrize("strategy", ["bsp / parameter_server(servers=2) / priority", "asp / parameter_server"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "bsp / parameter_server(servers=2) / priority",
+        "asp / parameter_server",
+        "downpour(push=7, fetch=9) / asp / parameter_server",
+    ],
+)
 def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy: str) -> None:
     script(scratch, sleep=0.3)
     line = [*WEFT, "train", "job.py", "-n", "2", "--strategy", strategy, "--out", "out", "--save-every", "500"]

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from weft.axis import catalogue, parse_raw
 from weft.runtime.holder import Contribution, Holder
-from weft.synchrony import Synchrony
+from weft.synchrony import Synchrony, View
 from weft.synchrony.bsp import Bsp
 
 SCHEDULES = 10_000
+WRAPPERS = ("staleness_weighted", "delay_compensated", "negative_momentum")
+BARE = [name for name in sorted(catalogue("synchrony")) if name not in WRAPPERS]
 
 
 def of(text: str) -> Any:
@@ -110,8 +112,7 @@ def test_nobody_is_further_ahead_than_the_slack(kind: str) -> None:
 
 @pytest.mark.parametrize("text", sorted(catalogue("synchrony")))
 def test_every_answer_lets_everyone_finish(text: str) -> None:
-    needs_inner = text in ("staleness_weighted", "delay_compensated", "negative_momentum")
-    how = of(f"{text}(asp)" if needs_inner else text)
+    how = of(f"{text}(asp)" if text in WRAPPERS else text)
     for seed in range(50):
         model = [torch.zeros(2)]
 
@@ -120,6 +121,19 @@ def test_every_answer_lets_everyone_finish(text: str) -> None:
 
         story = tell(how, 4, 10, at_random(seed), model=model, grad=lambda *_: [torch.full((2,), 0.04)], update=update)
         assert len(story.starts) == 40
+
+
+@pytest.mark.parametrize(
+    "text", [*BARE, "ssp(slack=inf)", "essp(slack=inf)", *(f"{w}({i})" for w in WRAPPERS for i in ("asp", "ssp"))]
+)
+def test_an_answer_waits_where_it_says_so(text: str) -> None:
+    how, rng, held_up = of(text), random.Random(4), False
+    for _ in range(200):
+        clocks = tuple(rng.randrange(20) for _ in range(3))
+        reads = tuple(rng.randrange(6) for _ in range(3))
+        unseen = tuple(rng.uniform(0, 1) for _ in range(3))
+        held_up |= not how.may_start(0, View(clocks=clocks, version=5, reads=reads, unseen=unseen))
+    assert held_up == how.waits
 
 
 def test_bsp_makes_one_update_of_each_step() -> None:

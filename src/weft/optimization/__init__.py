@@ -31,6 +31,23 @@ class Optimization(Answer, ABC):
     """Which exchanges a worker owes after a step, and how what came back enters its model."""
 
     axis: ClassVar[str] = "optimization"
+    accrues: ClassVar[bool] = False
+    """Whether a worker adds its gradients up and moves a copy of its own, between two meetings with servers."""
+
+    @property
+    def period(self) -> int:
+        """Steps after which what is due repeats."""
+        return 1
+
+    @property
+    def pushes(self) -> float:
+        """How often a worker's gradients leave it, in a step."""
+        return 1.0
+
+    @property
+    def fetches(self) -> float:
+        """How often servers send a worker the model, in a step."""
+        return 1.0
 
     @abstractmethod
     def due(self, step: int) -> tuple[Exchange, ...]:

@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
+from weft.runtime.apart import Apart
 from weft.runtime.between import BetweenSteps, policy_here
 from weft.runtime.choose import choose_strategy
 from weft.runtime.claims import check_claims, claimed_momentum, claims
@@ -219,7 +220,8 @@ class Run:
         momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
         parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
         if self._among_servers:
-            parts.served = self._served = Served(
+            kind = Apart if self.strategy.optimization.accrues else Served
+            parts.served = self._served = kind(
                 model,
                 optimizer,
                 strategy=self.strategy,
@@ -302,7 +304,7 @@ class Run:
     def clip(self, norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `norm`; returns the norm before."""
         assert self._model is not None, "run.distribute() comes first"
-        if self._served is not None:
+        if self._served is not None and not self._served.keeps_gradients:
             raise LoopError(
                 "run.clip() needs the mean of all gradients, which only the servers have; leave it out there"
             )
@@ -380,7 +382,7 @@ class Run:
         def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None and not self.world.alone:
                 raise LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
-            if self._gradients is not None and self._gradients.local:
+            if any(each is not None and each.local for each in (self._gradients, self._served)):
                 raise LoopError(
                     "step() after a backward inside accumulate() alone; leave the last backward outside of it"
                 )

@@ -57,6 +57,11 @@ class Synchrony(Answer, ABC):
         """Whether a server offers new versions before it is asked."""
         return False
 
+    @property
+    def waits(self) -> bool:
+        """Whether `may_start` can say no, so that everyone must tell how far it is in every step."""
+        return True
+
     @abstractmethod
     def may_start(self, me: int, view: View) -> bool:
         """Whether worker `me` may start its next step."""
@@ -90,6 +95,10 @@ class Wrapper(Synchrony):
     @property
     def eager(self) -> bool:
         return self.inner.eager
+
+    @property
+    def waits(self) -> bool:
+        return self.inner.waits
 
     def may_start(self, me: int, view: View) -> bool:
         return self.inner.may_start(me, view)

@@ -15,6 +15,10 @@ class Asp(Synchrony):
 
     everyone: ClassVar[bool] = False
 
+    @property
+    def waits(self) -> bool:
+        return False
+
     def may_start(self, me: int, view: View) -> bool:
         return True
 

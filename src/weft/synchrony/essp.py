@@ -29,6 +29,10 @@ class Essp(Synchrony):
     def eager(self) -> bool:
         return True
 
+    @property
+    def waits(self) -> bool:
+        return Ssp(slack=self.slack).waits
+
     def may_start(self, me: int, view: View) -> bool:
         return Ssp(slack=self.slack).may_start(me, view)
 

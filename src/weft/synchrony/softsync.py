@@ -25,6 +25,10 @@ class Softsync(Synchrony):
         if self.n < 1:
             raise ValueError(f"n is {self.n}, but must be at least 1")
 
+    @property
+    def waits(self) -> bool:
+        return False
+
     def may_start(self, me: int, view: View) -> bool:
         return True
 

@@ -27,6 +27,10 @@ class Ssp(Synchrony):
         if not self.slack >= 0 or (math.isfinite(self.slack) and self.slack != int(self.slack)):
             raise ValueError(f"slack is {self.slack}, but must be a whole number, or inf")
 
+    @property
+    def waits(self) -> bool:
+        return math.isfinite(self.slack)
+
     def may_start(self, me: int, view: View) -> bool:
         return view.clocks[me] - view.slowest <= self.slack
 
