@@ -182,7 +182,7 @@ def fuzz_run_folders(folder: Path, seeds: range) -> None:
     step = {"step": 1, "time_s": 1.0, "step_s": 0.5, "wire_bytes": 9, "samples": 3, "loss": 0.5, "attempt": 1}
     good = {
         "launch.json": json.dumps(launch),
-        "environment.json": json.dumps({"strategy": "bsp / ring", "workers": 4}),
+        "environment.json": json.dumps({"strategy": "bsp / ring", "period": 1, "workers": 4}),
         "events-0.jsonl": f"{json.dumps(step)}\n{json.dumps(step | {'step': 2})}\n",
         "report.json": json.dumps({"held_out_loss": 0.3}),
         "model.json": json.dumps([["w", [3, 4], "float32"]]),

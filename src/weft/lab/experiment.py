@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weft.axis import DEFAULTS
 from weft.errors import JobError
 from weft.lab import peers
 from weft.lab.cluster import Cluster, Loopback
@@ -47,15 +48,15 @@ class Contender:
         if self.peer is not None:
             return peers.find(self.peer).sentence
         assert self.strategy is not None
-        answers = [
-            answer.summary for axis, answer in self.strategy.answers() if axis not in ("partition", "optimization")
-        ]
-        return " ".join(answers)
+        silent = {axis: DEFAULTS[axis] for axis in ("partition", "optimization")}
+        return " ".join(answer.summary for axis, answer in self.strategy.answers() if silent.get(axis) != str(answer))
 
     @property
     def period(self) -> int:
         """Steps after which its pattern repeats; step times are averaged over so many."""
-        return peers.find(self.peer).period if self.peer is not None else 1
+        if self.peer is not None:
+            return peers.find(self.peer).period
+        return self.strategy.optimization.period if self.strategy is not None else 1
 
     @property
     def in_step(self) -> bool:
@@ -67,7 +68,7 @@ class Contender:
         return self.strategy.topology.homes(workers) if self.strategy is not None else ()
 
     def declared_bytes(self, specs: Sequence[Spec], workers: int) -> float:
-        """What one worker must send in a step."""
+        """What one worker must send in a step, on average."""
         if workers == 1:
             return 0.0
         if self.peer is not None:
@@ -75,18 +76,20 @@ class Contender:
         assert self.strategy is not None
         strategy = self.strategy
         rounds = strategy.compression.rounds(specs, workers)
-        return sum(strategy.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
+        sent = sum(strategy.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
+        return sent * strategy.optimization.pushes
 
     def link_bytes(self, specs: Sequence[Spec], workers: int) -> float:
-        """What the busiest link must carry in a step, one way, where servers send models back; else 0."""
+        """What the busiest link must carry in a step, on average, one way, where servers send models back; else 0."""
         homes = self.homes(workers)
         if not homes:
             return 0.0
         assert self.strategy is not None
         topology, model = self.strategy.topology, sum(spec.nbytes for spec in specs)
         rounds = self.strategy.compression.rounds(specs, workers)
-        back = topology.link_bytes(Sum, model, workers)
-        there = sum(topology.link_bytes(each.op, each.nbytes, workers) for each in rounds)
+        often = self.strategy.optimization
+        back = topology.link_bytes(Sum, model, workers) * often.fetches
+        there = sum(topology.link_bytes(each.op, each.nbytes, workers) for each in rounds) * often.pushes
         return max(back, there) if homes[0] >= workers else (back + there) / 2  # the same links carry both
 
 
@@ -233,7 +236,8 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
     specs = run_folder.model(out)
     declared = contender.declared_bytes(specs, hosts)
     if contender.strategy is not None:
-        declared = statistics.median(event["wire_bytes"] for event in timed) / hosts
+        sent = run_folder.by_period([event["wire_bytes"] for event in timed], contender.period)
+        declared = statistics.median(sent) / hosts
     link = None
     if before.links is not None and after.links is not None:
         moved = [b - a for x, y in zip(before.links, after.links, strict=True) for a, b in zip(x, y, strict=True)]
@@ -248,7 +252,7 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
     smooth = [_trailing(losses, at) for at in range(len(losses))] if task.profile is None else []
     return Sample(
         folder=out,
-        steps_s=_periods([event["step_s"] for event in timed], contender.period),
+        steps_s=run_folder.by_period([event["step_s"] for event in timed], contender.period),
         samples=statistics.median(event["samples"] for event in timed),
         wire_bytes_worker=declared,
         bound_bytes=max(declared, contender.link_bytes(specs, hosts)),
@@ -263,11 +267,6 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
         host_steps_s=_host_means(out, warmup),
         asynchrony=run_folder.asynchrony(rows) if (rows := run_folder.servers(out)) else None,
     )
-
-
-def _periods(times: list[float], period: int) -> list[float]:
-    whole = len(times) // period
-    return [statistics.mean(times[i * period : (i + 1) * period]) for i in range(whole)] or [statistics.mean(times)]
 
 
 def _trailing(losses: list[Any], at: int) -> float | None:

@@ -36,6 +36,7 @@ def describe(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     environment = {
         "strategy": str(strategy),
+        "period": strategy.optimization.period,
         "peer": os.environ.get("WEFT_PEER"),
         "workers": world.workers,
         "processes": world.processes,
@@ -222,8 +223,15 @@ def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def by_period(values: Sequence[float], period: int) -> list[float]:
+    """Means over whole periods, where steps differ by what is due in them."""
+    whole = len(values) // period
+    return [statistics.mean(values[i * period : (i + 1) * period]) for i in range(whole)] or [statistics.mean(values)]
+
+
 def _row(folder: Path, environment: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    times = [event["step_s"] for event in steps[min(5, len(steps) // 2) :]]
+    period = _a(int, environment.get("period", 1))
+    times = by_period([event["step_s"] for event in steps[min(5, len(steps) // 2) :]], period)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     samples = statistics.median(event["samples"] for event in steps)
     step_s = statistics.median(times)
@@ -234,7 +242,8 @@ def _row(folder: Path, environment: dict[str, Any], steps: list[dict[str, Any]])
         "step_s": step_s,
         "step_s_spread": quartiles[2] - quartiles[0],
         "samples_per_s": samples / step_s,
-        "wire_bytes_worker": statistics.median(e["wire_bytes"] for e in steps) / environment["workers"],
+        "wire_bytes_worker": statistics.median(by_period([e["wire_bytes"] for e in steps], period))
+        / environment["workers"],
         "final_loss": steps[-1].get("loss"),
         "folder": str(folder),
     }
