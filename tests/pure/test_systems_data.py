@@ -52,6 +52,7 @@ RUNS = {
     "lars": "bsp / direct",
     "firecaffe": "bsp / tree / sequential",
     "hogwild": "asp / shared_memory",
+    "downpour": "downpour / asp / parameter_server(servers=2)",
     "parameter_server": "ssp(slack=8) / parameter_server(servers=2)",
     "tensorflow": "backup / parameter_server(servers=2)",
     "caffe_on_spark": "bsp / colocated / sequential",
