@@ -309,6 +309,32 @@ def test_a_question_that_waits_is_answered_over_the_next_link(key: Key) -> None:
     server.close()
 
 
+def test_a_question_that_stands_keeps_no_replies_and_is_asked_again_where_its_own_was_lost(key: Key) -> None:
+    held: list[Request] = []
+
+    def handle(request: Request) -> None:
+        held.append(request) if request.verb == NEVER else request.reply()
+
+    server = Server(HERE, key, handle)
+    asker = Client(server.address, key, "worker 0", retry_s=5.0)
+    standing = asker.ask(NEVER)
+    for _ in range(300):
+        asker.ask(ADD, once=True).wait(WAIT_S)
+    (session,) = server._sessions.values()
+    assert len(held) == 1 and len(session.answered) <= 1
+    link, session.link = session.link, None
+    held[0].reply([view(b"lost")])
+    assert link is not None
+    link.stream.sock.shutdown(socket.SHUT_RDWR)
+    until = time.monotonic() + WAIT_S
+    while len(held) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    held[1].reply([view(b"found")])
+    assert standing.wait(WAIT_S) == [view(b"found")]
+    asker.close()
+    server.close()
+
+
 def test_a_reply_that_does_not_fit_ends_in_one_sentence(key: Key) -> None:
     with serving(Ledger(), key) as server:
         asker = Client(server.address, key, "worker 0")

@@ -6,7 +6,7 @@
     5       1      how many parts
     6       2      verb: what a request asks for, which is the business of who serves
     8       8      number of the request; a reply has its request's
-    16      8      settled: up to here the asker has all replies, and will never ask again
+    16      8      settled: up to here the asker has all replies to what counts, and will never ask again
     24      8 each sizes of the parts
 
 Numbers are unsigned, the highest byte first. Nothing is ever interpreted but this: no pickle, no code, no names.

@@ -217,8 +217,9 @@ class Server:
             if known is not None:
                 link.send(*known)
                 return
-            if head.number <= session.settled or head.number in session.open:
-                return  # a replay, or one that came again before it was answered
+            replayed = head.kind == Kind.ONCE and head.number <= session.settled
+            if replayed or head.number in session.open:
+                return  # or it came again before it was answered
             if len(session.answered) >= _REMEMBERED:
                 raise FrameError(f"{_REMEMBERED} replies are not settled")
             request = session.open[head.number] = Request(self, session, head, parts)
