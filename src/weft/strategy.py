@@ -224,20 +224,8 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{schedule.name} merges by what sums take, and with servers each parameter comes and goes by itself",
             instead=f"'{strategy.synchrony} / {topology} / priority'",
         )
-    if strategy.synchrony.eager:
-        yield Conflict(
-            str(strategy.synchrony),
-            str(topology),
-            why="servers do not send yet before they are asked, and it would be ssp under another name",
-            instead=f"'ssp / {topology}'",
-        )
-    if topology.teams(1) and not compression.lossless:
-        yield Conflict(
-            str(compression),
-            str(topology),
-            why="a proxy adds gradients up and sends sums on, which compressors do not open yet",
-            instead=f"'{strategy.synchrony} / {topology}', or parameter_server with {compression}",
-        )
+    if topology.teams(1):
+        yield from _with_proxies(strategy)
     if compression.claims:
         yield Conflict(
             str(compression),
@@ -251,6 +239,32 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
             str(topology),
             why="servers hear one gradient at a time, and its factors are not built for that yet",
             instead="dense",
+        )
+
+
+def _with_proxies(strategy: Strategy) -> Iterator[Conflict]:
+    """A proxy adds up what a group pushes in a step, and hands out what comes of it: nothing else."""
+    topology, synchrony, compression = strategy.topology, strategy.synchrony, strategy.compression
+    if not compression.lossless:
+        yield Conflict(
+            str(compression),
+            str(topology),
+            why="a proxy sends sums on, which compressors do not open yet",
+            instead=f"'{synchrony} / {topology}', or parameter_server with {compression}",
+        )
+    if synchrony.eager:
+        yield Conflict(
+            str(synchrony),
+            str(topology),
+            why="a group's workers take each step together, and wait for what comes of it",
+            instead=f"'ssp / {topology}', or '{synchrony} / parameter_server'",
+        )
+    if strategy.optimization.accrues:
+        yield Conflict(
+            str(strategy.optimization),
+            str(topology),
+            why="a group's workers take each step together, and have no copies of their own",
+            instead=f"'{synchrony} / {topology}', or '{strategy.optimization} / {synchrony} / parameter_server'",
         )
 
 

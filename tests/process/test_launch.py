@@ -151,7 +151,7 @@ BAD = {
     "illegal": (["train", "plain.py", "--strategy", "asp / ring"], "asp cannot stand with ring"),
     "answer": (["train", "plain.py", "--strategy", "bsp / rign"], "did you mean 'ring'"),
     "system": (["train", "plain.py", "--system", "horovd"], "did you mean 'horovod'"),
-    "planned": (["train", "plain.py", "--system", "essp"], "does not run yet"),
+    "planned": (["train", "plain.py", "--system", "easgd"], "does not run yet"),
     "steps": (["train", "plain.py", "--steps", "0"], "at least one step"),
     "nodes": (["train", "plain.py", "-n", "2", "--nodes", "2"], "--rendezvous HOST:PORT"),
     "address": (["train", "plain.py", "-n", "2", "--nodes", "2", "--rendezvous", "here"], "HOST:PORT"),

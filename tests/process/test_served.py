@@ -109,6 +109,8 @@ LIKE_DIRECT = {
     "one server": ("adam", "", False, "bsp / parameter_server"),
     "priority": ("adam", "", False, "bsp / parameter_server(servers=3) / priority"),
     "no slack": ("nesterov", "dice", False, "ssp(slack=0) / parameter_server(servers=2)"),
+    "eager, no slack": ("nesterov", "norm", False, "essp(slack=0) / parameter_server(servers=2)"),
+    "eager and urgent": ("adam", "dice", True, "essp(slack=0) / colocated / priority(least=1B)"),
     "sequential": ("nesterov", "", False, "bsp / colocated / sequential"),
     "encrypted": ("adam", "", False, "bsp / colocated(encrypted=true) / wfbp"),
     "batchnorm": ("adam", "norm", False, "bsp / colocated / priority(least=1B)"),
@@ -158,6 +160,7 @@ def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratc
     [
         "bsp / parameter_server(servers=2) / priority",
         "asp / parameter_server",
+        "essp / parameter_server",
         "downpour(push=7, fetch=9) / asp / parameter_server",
     ],
 )
@@ -181,12 +184,47 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
         "value_bound(delta=0.5) / parameter_server",
         "delay_compensated(asp) / colocated / error_feedback(topk(ratio=0.3))",
         "negative_momentum(asp) / hierarchical(groups=2) / wfbp",
+        "delay_compensated(essp(slack=2)) / parameter_server(servers=2) / priority",
+        "staleness_weighted(essp(slack=1)) / colocated / sequential",
     ],
 )
 def test_ways_of_not_waiting_learn(strategy: str) -> None:
     """Those that no preset has."""
     for losses, _ in spawn(3, learn, "plain", "", False, WEFT_STRATEGY=strategy):
         assert losses[-1] < 0.95 * losses[0]
+
+
+def test_eager_servers_leave_worker_0_its_buffers() -> None:
+    """Whatever is sent to it, and however late: it has counted all its batches, and nobody has counted more."""
+    found = spawn(3, learn, "plain", "norm", False, WEFT_STRATEGY="essp(slack=3) / parameter_server(servers=2)")
+    counted = [weights[3 + 32 + 8 + 4 * 8] for _, weights in found]
+    assert counted[0] == 9 and all(0 <= each <= 9 for each in counted)
+
+
+def one_step(kind: str) -> list[float]:
+    """What a run of one step leaves, with its end or with a look at the optimizer's state."""
+    run = weft.init(steps=1)
+    model: Any = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = run.distribute(model, optimizer)
+    for x in run.shard([torch.ones(1, 2)]):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "look":
+        optimizer.state_dict()
+    else:
+        run.close()
+    values: list[float] = torch.cat([model.weight.flatten(), model.bias]).tolist()
+    run.close()
+    return values
+
+
+@pytest.mark.parametrize("kind", ["look", "close"])
+def test_a_checkpoint_and_the_end_of_an_eager_run_have_its_own_updates(kind: str) -> None:
+    assert spawn(1, one_step, kind, WEFT_STRATEGY="essp(slack=5) / parameter_server") == [[0.5, 0.5, 0.5]]
 
 
 def misuse(between: str) -> None:

@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from weft.compression import Compressor, Context, Piece, State
 from weft.errors import PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
+from weft.runtime.eager import Eager
 from weft.runtime.pushing import said
 from weft.runtime.server import keep
 from weft.runtime.serving import Kept, Loss, ParameterServer, hyper
@@ -123,18 +125,21 @@ def work(
     clients = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
     asking = Servers(rank, clients, divided(model, len(addresses), how), named_specs(model), how.compression)
     flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
+    eager = Eager(asking, how.synchrony, flat, (), WAIT_S) if how.synchrony.eager else None
     try:
         step, started = asking.join(WAIT_S)
         if rank == 0 and not started:
             asking.start(flat, {}, (), WAIT_S)
-        while True:
-            asking.pull(flat).wait(WAIT_S)
-            if step >= steps:
-                break
+        asking.pull(flat).wait(WAIT_S)
+        if eager:
+            eager.start()
+        while step < steps:
             tell.send(("start", rank, step, time.time()))
             time.sleep(pace_s)
             x, y = batch(rank, step)
             (nn.functional.mse_loss(model(x), y) / workers).backward()
+            if eager:
+                eager.begin(())
             asking.begin(step, 1 / workers, hyper(optimizer))
             for name, p in model.named_parameters():
                 assert p.grad is not None
@@ -143,6 +148,12 @@ def work(
             optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
             scheduler.step()
             step += 1
+            if eager:
+                eager.step()
+            else:
+                asking.pull(flat).wait(WAIT_S)
+        if eager:
+            eager.refresh()
         asking.leave(WAIT_S)
         tell.send(("model", rank, {name: p.tolist() for name, p in flat.items()}))
     except PeerLost as error:
@@ -241,7 +252,8 @@ def alone(kind: str, workers: int, steps: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("how", "servers", "encrypted"), [("bsp", 1, False), ("bsp", 3, True), ("ssp(slack=0)", 2, False)]
+    ("how", "servers", "encrypted"),
+    [("bsp", 1, False), ("bsp", 3, True), ("ssp(slack=0)", 2, False), ("essp(slack=0)", 2, False)],
 )
 def test_synchronous_servers_learn_what_one_process_learns(
     tmp_path: Path, kind: str, how: str, servers: int, encrypted: bool
@@ -304,8 +316,9 @@ def alone_compressed(
     return {name: p.reshape(-1).tolist() for name, p in model.named_parameters()}
 
 
-def test_the_slack_holds_though_a_worker_is_stopped(tmp_path: Path) -> None:
-    with cluster(tmp_path, "ssp(slack=2)") as group:
+@pytest.mark.parametrize("how", ["ssp(slack=2)", "essp(slack=2)"])
+def test_the_slack_holds_though_a_worker_is_stopped(tmp_path: Path, how: str) -> None:
+    with cluster(tmp_path, how) as group:
         for rank in range(3):
             group.work(rank, 30, pace_s=0.02)
         group.until(5)
@@ -323,8 +336,9 @@ def test_the_slack_holds_though_a_worker_is_stopped(tmp_path: Path) -> None:
         assert furthest >= 2
 
 
-def test_a_killed_worker_is_named_and_the_others_go_on_and_it_may_come_back(tmp_path: Path) -> None:
-    with cluster(tmp_path, "asp", servers=1) as group:
+@pytest.mark.parametrize("how", ["asp", "essp(slack=2)"])
+def test_a_killed_worker_is_named_and_the_others_go_on_and_it_may_come_back(tmp_path: Path, how: str) -> None:
+    with cluster(tmp_path, how, servers=1) as group:
         for rank in range(3):
             group.work(rank, 60, pace_s=0.05)
         group.until(5)
@@ -344,8 +358,9 @@ def test_a_killed_worker_is_named_and_the_others_go_on_and_it_may_come_back(tmp_
         assert max(late for _, late in stale) > 0
 
 
-def test_a_killed_server_stops_every_worker_with_its_name(tmp_path: Path) -> None:
-    with cluster(tmp_path, "bsp") as group:
+@pytest.mark.parametrize("how", ["bsp", "essp(slack=2)"])
+def test_a_killed_server_stops_every_worker_with_its_name(tmp_path: Path, how: str) -> None:
+    with cluster(tmp_path, how) as group:
         for rank in range(3):
             group.work(rank, 1000, pace_s=0.02)
         group.until(5)
@@ -368,6 +383,196 @@ def test_a_worker_killed_under_bsp_is_named_and_nobody_goes_on_without_it(tmp_pa
         assert pipe.recv()[1] == "worker 1"
         version = group.seen()[0][2]
         assert version < 1000
+
+
+# --- servers that send by themselves ---------------------------------------------------------------------------------
+
+
+class Worker:
+    """A worker in this process, whose gradients are all ones."""
+
+    def __init__(self, rank: int, address: tuple[str, int], key: Key, how: Strategy) -> None:
+        model = build()
+        self.model = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
+        client = Client(address, key, f"worker {rank}", retry_s=WAIT_S)
+        self.asking = Servers(rank, [client], divided(model, 1, how), named_specs(model), how.compression)
+        self.eager = Eager(self.asking, how.synchrony, self.model, (), WAIT_S)
+        if not self.asking.join(WAIT_S)[1]:
+            self.asking.start(self.model, {}, (), WAIT_S)
+        self.asking.pull(self.model).wait(WAIT_S)
+        self.eager.start()
+
+    def push(self) -> None:
+        """A step's gradients; returns as they leave."""
+        self.eager.begin(())
+        step = self.asking.steps
+        self.asking.begin(step, 1.0, [{"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}])
+        for name, each in self.model.items():
+            self.asking.push(name, torch.ones_like(each), step)
+
+    def step(self) -> None:
+        self.push()
+        self.eager.step()
+
+    def moved(self) -> int:
+        """How many updates the model that this worker has is made of."""
+        ((by,),) = {tuple((was - now).round().unique().tolist()) for was, now in zip(START, self.values, strict=True)}
+        return int(by)
+
+    @property
+    def values(self) -> list[Tensor]:
+        return list(self.model.values())
+
+
+@contextmanager
+def waiting(act: Callable[[], None]) -> Iterator[None]:
+    """What cannot end before, and does after, what is done meanwhile."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    yield
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+START = [p.detach().reshape(-1) for p in build().parameters()]
+
+
+@contextmanager
+def one_server(
+    how: Strategy, lost: Callable[[Loss], None] = lambda loss: None
+) -> Iterator[tuple[ParameterServer, Key]]:
+    """For two workers, in this process."""
+    key, model = Key.fresh(), build()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    server = ParameterServer(
+        ("127.0.0.1", 0),
+        key,
+        synchrony=how.synchrony,
+        compression=how.compression,
+        kept=[keep(bundle, model, optimizer) for bundle in divided(model, 1, how)[0]],
+        workers=2,
+        lost=lost,
+    )
+    try:
+        yield server, key
+    finally:
+        server.close()
+
+
+def test_an_eager_worker_goes_on_with_what_it_has_as_long_as_it_may() -> None:
+    how = Strategy.parse("essp(slack=3)")
+    with one_server(how) as (server, key):
+        fast, slow = (Worker(rank, server.address, key, how) for rank in range(2))
+        for _ in range(3):
+            fast.step()
+        assert fast.moved() == 0  # nothing was sent: nobody has finished what the other has not
+        with waiting(fast.step):  # four steps ahead
+            slow.push()
+        assert fast.moved() == 5
+        for each in slow.eager._standing:
+            each.reply.wait(WAIT_S)  # the five have come here, too, and are not computed with yet
+        slow.step()
+        for who in (slow, fast):
+            who.eager.refresh()
+            assert who.moved() == 6
+        late = {(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
+        assert server.tally.staleness == dict.fromkeys(late, len(server.bundles))
+        fast.step()
+        fast.eager.refresh()
+        assert server.tally.staleness[0, 0] == 2 * len(server.bundles)
+        assert server.tally.waits_s[0, 1] > 0
+        for each in (fast, slow):
+            each.asking.leave(WAIT_S)
+        assert server.over.wait(WAIT_S)
+        assert not any(bundle.watching for bundle in server.bundles)
+
+
+def test_what_was_sent_before_a_pull_does_not_undo_it() -> None:
+    how = Strategy.parse("essp(slack=3)")
+    with one_server(how) as (server, key):
+        first, second = (Worker(rank, server.address, key, how) for rank in range(2))
+        first.step()
+        second.step()
+        for each in first.eager._standing:
+            each.reply.wait(WAIT_S)
+        second.step()
+        for who in (second, first):
+            who.eager.refresh()
+        first.eager.step()
+        assert first.moved() == 3
+        for who in (first, second):
+            who.asking.leave(WAIT_S)
+
+
+def test_a_worker_that_leaves_lets_those_go_on_who_wait_for_what_is_sent() -> None:
+    how = Strategy.parse("essp(slack=0)")
+    with one_server(how) as (server, key):
+        first, second = (Worker(rank, server.address, key, how) for rank in range(2))
+        with waiting(first.step):
+            second.asking.leave(WAIT_S)
+        assert first.moved() == 1
+        first.asking.leave(WAIT_S)
+
+
+def test_a_worker_that_was_cut_off_is_bound_by_where_it_goes_on() -> None:
+    how, lost = Strategy.parse("essp(slack=1)"), threading.Event()
+    with one_server(how, lambda loss: lost.set()) as (server, key):
+        away, here = (Worker(rank, server.address, key, how) for rank in range(2))
+        for each in (here, away):
+            each.step()
+            each.eager.refresh()
+        (client,) = away.asking.clients
+        address, link = client.address, client._link
+        while not all(0 in bundle.watching and bundle.watching[0].clock == 1 for bundle in server.bundles):
+            away.eager.step()  # takes what comes, and asks for what will come after it
+        client.address = ("127.0.0.1", 1)
+        assert link is not None
+        link.stream.sock.shutdown(socket.SHUT_RDWR)
+        assert lost.wait(WAIT_S)
+        client.address = address
+        until(lambda: client._link not in (None, link))
+        for _ in range(4):
+            here.step()  # nobody waits for who was lost
+        here.eager.refresh()
+        away.step()  # it is counted from where the other is, and has made one step since
+        with waiting(away.step):
+            here.step()
+        for each in (away, here):
+            each.asking.leave(WAIT_S)
+
+
+def test_an_eager_step_needs_no_word_of_a_server(tmp_path: Path) -> None:
+    with cluster(tmp_path, "essp(slack=2)", workers=2, servers=1) as group:
+        worker = Worker(0, tuple(group.addresses[0]), Key.read(group.file), group.how)
+        process = group.servers[0][0]
+        os.kill(process.pid, signal.SIGSTOP)
+        worker.step()
+        assert worker.moved() == 0
+        with waiting(worker.step):  # for the gradients of the step before to arrive
+            os.kill(process.pid, signal.SIGCONT)
+        assert worker.moved() == 0
+        worker.eager.refresh()
+        assert worker.moved() == 2
+        worker.asking.close()
+
+
+def test_a_refused_push_is_said_to_who_waits_for_what_is_sent() -> None:
+    how = Strategy.parse("essp(slack=0)")
+    with one_server(how) as (server, key):
+        worker = Worker(0, server.address, key, how)
+        worker.asking.ways[-1].about[:8] = (99).to_bytes(8, "big")
+        with pytest.raises(Refused, match="version 99, which worker 0 was not given"):
+            worker.step()
+        worker.asking.close()
 
 
 # --- strangers and liars --------------------------------------------------------------------------------------------
@@ -423,8 +628,8 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
     liar = Client(server.address, key, "liar")
     memory, open_ = peak_bytes(), []
     for _ in range(FRAMES // 5):
-        verb = rng.randrange(8)
-        sizes = [rng.choice([0, 1, 4, 8, 12, 16, 20, 40]) for _ in range(rng.randrange(4))]
+        verb = rng.choice([*range(8), Verb.WATCH])
+        sizes = [rng.choice([0, 1, 4, 8, 12, 16, 20, 24, 40]) for _ in range(rng.randrange(4))]
         parts = [
             memoryview(bytes(3) + bytes([rng.randrange(6)]) + rng.randbytes(size))[: max(size, 4)] for size in sizes
         ]
@@ -436,7 +641,7 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
         open_.append(liar.ask(verb, parts, once=rng.random() < 0.5))
         if len(open_) > 50:
             with suppress(Refused, PeerLost):
-                open_.pop(0).wait(0.0 if verb == Verb.PULL else 0.05)
+                open_.pop(0).wait(0.0 if verb in (Verb.PULL, Verb.WATCH) else 0.05)
     assert peak_bytes() - memory < 64 << 20
     liar.close()
     _still_trains(server, key)

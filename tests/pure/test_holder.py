@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.axis import catalogue, parse_raw
+from weft.runtime.eager import may_go_on
 from weft.runtime.holder import Contribution, Holder
 from weft.synchrony import Synchrony, View
 from weft.synchrony.bsp import Bsp
@@ -90,14 +92,95 @@ def tell(
     return story
 
 
+@dataclass
+class Reader:
+    """A worker that is sent new versions: what it has, and what it is doing."""
+
+    clock: int = 0
+    has: tuple[int, int] = (0, 0)
+    """A version, and the slowest worker's clock by then."""
+    came: tuple[int, int] | None = None
+    pushed_s: float = 0.0
+    busy: bool = False
+
+
+def tell_eagerly(
+    how: Synchrony,
+    workers: int,
+    steps: int,
+    takes: Callable[[int, int], float],
+    *,
+    leaves: dict[int, int] | None = None,
+) -> Story:
+    """The same where servers send what is new by themselves: pushes and versions travel for a while, and a worker goes
+    on with what it has as long as it may. Every version that is computed with has all that the bound promises."""
+    story, leaves = Story(), leaves or {}
+    holder = Holder(how, [], workers, lambda grads: None, updated=lambda _, staleness: story.late.append(staleness))
+    readers = [Reader() for _ in range(workers)]
+    made = {0: (0,) * workers}
+    watching = dict.fromkeys(range(workers), 0)
+    order, travels = itertools.count(), random.Random(steps)
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+
+    def later(when_s: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(events, (when_s, next(order), act))
+
+    def go_on(worker: int, now_s: float) -> None:
+        me = readers[worker]
+        if me.came is not None:
+            me.has, me.came = max(me.has, me.came), None
+            watching[worker] = me.has[1]
+            send(now_s)
+        if me.busy or me.clock == leaves.get(worker, steps) or not may_go_on(how, me.clock, me.has[1]):
+            return
+        me.busy = True
+        story.starts.append((worker, me.clock, made[me.has[0]]))
+        later(now_s + takes(worker, me.clock), lambda now_s: pushes(worker, me.has[0], now_s))
+
+    def pushes(worker: int, version: int, now_s: float) -> None:
+        me = readers[worker]
+        me.busy, me.clock, me.pushed_s = False, me.clock + 1, max(me.pushed_s, now_s + travels.uniform(0, 20))
+        last = me.clock == leaves.get(worker, steps)
+        later(me.pushed_s, lambda now_s: counts(Contribution(worker, 1 / workers, [], version), last, now_s))
+        go_on(worker, now_s)
+
+    def counts(mine: Contribution, last: bool, now_s: float) -> None:
+        holder.contribute(mine)
+        made[holder.version] = tuple(holder.clocks)
+        if last:
+            holder.leave(mine.worker)
+        send(now_s)
+
+    def send(now_s: float) -> None:
+        for worker in [w for w, clock in watching.items() if holder.view.slowest > clock and w not in holder.gone]:
+            del watching[worker]
+            sent = holder.read(worker), holder.view.slowest
+            later(now_s + travels.uniform(0, 20), lambda now_s, worker=worker, sent=sent: comes(worker, sent, now_s))
+
+    def comes(worker: int, sent: tuple[int, int], now_s: float) -> None:
+        readers[worker].came = sent
+        if not readers[worker].busy:
+            go_on(worker, now_s)
+
+    for worker in range(workers):
+        holder.read(worker)
+        go_on(worker, 0.0)
+    while events:
+        now_s, _, act = heapq.heappop(events)
+        act(now_s)
+    assert [me.clock for me in readers] == [leaves.get(w, steps) for w in range(workers)], "somebody waits for ever"
+    story.versions = holder.version
+    return story
+
+
 def at_random(seed: int, spread: float = 10.0) -> Callable[[int, int], float]:
     """Durations that differ from step to step, and from worker to worker."""
     rng = random.Random(seed)
     return lambda worker, step: rng.uniform(1, spread) * (1 + worker % 3)
 
 
-@pytest.mark.parametrize("kind", ["ssp", "essp"])
-def test_nobody_is_further_ahead_than_the_slack(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "tell"), [("ssp", tell), ("essp", tell_eagerly)])
+def test_nobody_is_further_ahead_than_the_slack(kind: str, tell: Callable[..., Story]) -> None:
     rng, reached = random.Random(1), 0
     for seed in range(SCHEDULES // 2):
         slack, workers = rng.randrange(0, 5), rng.randrange(2, 6)
@@ -108,6 +191,35 @@ def test_nobody_is_further_ahead_than_the_slack(kind: str) -> None:
             assert clock - min(there) <= slack, (seed, worker, clock, clocks)
             reached += clock - min(there) == slack > 0
     assert reached > SCHEDULES / 10, "the bound was hardly ever reached, so this shows little"
+
+
+def test_a_gradient_is_as_late_as_the_version_that_it_was_computed_with() -> None:
+    late: list[int] = []
+    holder = Holder(of("essp(slack=9)"), [], 2, lambda grads: None, updated=lambda _, staleness: late.append(staleness))
+    for read in (0, 0, 2, 2):
+        holder.read(0)  # newer ones are sent, and lie there
+        holder.contribute(Contribution(0, 0.5, [], read))
+    assert late == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="version 5, which worker 0 was not given"):
+        holder.contribute(Contribution(0, 0.5, [], 5))
+    assert holder.clocks[0] == 4
+
+
+def test_what_eager_workers_may_compute_with_is_kept_until_they_have_newer() -> None:
+    model = [torch.zeros(1)]
+
+    def update(grads: Sequence[Tensor | None]) -> None:
+        model[0] += 1
+
+    holder = Holder(of("delay_compensated(essp, lam=1)"), model, 2, update)
+    seen: list[float] = []
+    holder.update = lambda grads: (seen.append(float(grads[0])), update(grads))[0]  # type: ignore[func-returns-value,arg-type]
+    for read in (0, 0, 1):
+        holder.read(0)
+        holder.contribute(Contribution(0, 1.0, [torch.ones(1)], read))
+    assert seen == [1.0, 1.0 + 1, 1.0 + 1]  # the model is 0, 1, 2 by then, and was 0, 0, 1
+    with pytest.raises(ValueError, match="version 0"):
+        holder.contribute(Contribution(0, 1.0, [torch.ones(1)], 0))
 
 
 @pytest.mark.parametrize("text", sorted(catalogue("synchrony")))

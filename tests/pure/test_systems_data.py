@@ -59,6 +59,7 @@ RUNS = {
     "bigdl": "bsp / colocated / cast / sequential",
     "ssp": "ssp / parameter_server(servers=2)",
     "cui2014": "ssp / parameter_server(servers=2)",
+    "essp": "essp / parameter_server(servers=2)",
     "dynsgd": "staleness_weighted(ssp) / parameter_server(servers=2)",
     "n_softsync": "staleness_weighted(softsync(n=2)) / parameter_server(servers=2)",
     "dc_asgd": "delay_compensated(asp) / parameter_server(servers=2)",

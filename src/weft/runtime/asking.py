@@ -15,7 +15,21 @@ from torch import Tensor
 from weft.compression import Compressor, Context, Piece, State
 from weft.ops import Spec
 from weft.runtime.pushing import said
-from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
+from weft.runtime.verbs import (
+    AT_ONCE,
+    BEGIN,
+    BUFFERS,
+    BUNDLE,
+    JOINED,
+    PULL,
+    PULLED,
+    PUSH,
+    TELL,
+    WATCH,
+    WHO,
+    Hyper,
+    Verb,
+)
 from weft.runtime.verbs import packed as packed_state
 from weft.runtime.verbs import unpacked as unpacked_state
 from weft.topology._shards import Bundle, Range
@@ -26,7 +40,7 @@ _LOOK_S = 0.5
 
 
 @dataclass
-class _Way:
+class Way:
     """A bundle on its way, between this worker and the server that keeps it."""
 
     server: int
@@ -35,6 +49,17 @@ class _Way:
     came: set[str] = field(default_factory=set)
     asked: bool = False
     """Whether what the next `pull` asks for is on its way already."""
+    about: bytearray = field(default_factory=lambda: bytearray(PULLED.size))
+    """What its server said of the values that this worker has."""
+
+    @property
+    def version(self) -> int:
+        return int(PULLED.unpack(self.about)[0])
+
+    @property
+    def slowest(self) -> int:
+        """The clock of the slowest worker by then."""
+        return int(PULLED.unpack(self.about)[1])
 
 
 @dataclass(frozen=True)
@@ -50,20 +75,12 @@ class Pulled:
     def wait_for(self, name: str, timeout_s: float) -> None:
         """Until a parameter is in place."""
         for each in self.replies[name]:
-            self._wait_for(each, timeout_s)
+            wait_for(each, self.clients, timeout_s)
 
     def wait_for_buffers(self, timeout_s: float) -> None:
         """Until the model's buffers are in place, where there are some."""
         if self.buffers is not None:
-            self._wait_for(self.buffers, timeout_s)
-
-    def _wait_for(self, reply: Pending, timeout_s: float) -> None:
-        """Whichever server is lost, nobody waits for the others in vain."""
-        until = time.monotonic() + timeout_s
-        while not reply.done(_LOOK_S) and time.monotonic() < until:
-            for client in self.clients:
-                client.check()
-        reply.wait(0.0)
+            wait_for(self.buffers, self.clients, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
         """Until all of it is in place."""
@@ -74,7 +91,16 @@ class Pulled:
     @property
     def leaving(self) -> bool:
         """Whether the run was asked to leave at this version."""
-        return bool(PULLED.unpack(self.first)[1])
+        return bool(PULLED.unpack(self.first)[2])
+
+
+def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> None:
+    """Until a reply is there. Whichever server is lost, nobody waits for the others in vain."""
+    until = time.monotonic() + timeout_s
+    while not reply.done(_LOOK_S) and time.monotonic() < until:
+        for client in clients:
+            client.check()
+    reply.wait(0.0)
 
 
 class Servers:
@@ -101,9 +127,9 @@ class Servers:
         self.rank = worker if rank is None else rank
         self.compression, self.seed, self.urgent, self.near = compression, seed, urgent, near
         self.ways = [
-            _Way(server, number, bundle) for server, each in enumerate(bundles) for number, bundle in enumerate(each)
+            Way(server, number, bundle) for server, each in enumerate(bundles) for number, bundle in enumerate(each)
         ]
-        self._of: dict[str, list[_Way]] = {}
+        self._of: dict[str, list[Way]] = {}
         for way in self.ways:
             for part in way.bundle:
                 self._of.setdefault(part.name, []).append(way)
@@ -119,7 +145,6 @@ class Servers:
         """To other hosts."""
         self._pushed: list[Pending] = []
         self._replies: dict[str, list[Pending]] = {}
-        self._first = bytearray(PULLED.size)
         self._tellings = itertools.count()
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -200,7 +225,7 @@ class Servers:
                     self._ask_for(way, into)
                     way.asked = True
 
-    def _send(self, way: _Way, step: int) -> None:
+    def _send(self, way: Way, step: int) -> None:
         words: list[memoryview] = []
         for part in way.bundle:
             grad = self._grads[part.name]
@@ -210,8 +235,8 @@ class Servers:
                 words.append(memoryview(b""))
         self._push(way, words, step)
 
-    def _push(self, way: _Way, words: Sequence[memoryview], step: int) -> None:
-        head = memoryview(PUSH.pack(self.worker, way.number, step))
+    def _push(self, way: Way, words: Sequence[memoryview], step: int) -> None:
+        head = memoryview(PUSH.pack(self.worker, way.number, step, way.version))
         client = self.clients[way.server]
         self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way)))
         if way.server != self.near:
@@ -256,7 +281,7 @@ class Servers:
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
         return said(self.compression, piece, self.state, ctx)
 
-    def _urgency(self, way: _Way) -> int:
+    def _urgency(self, way: Way) -> int:
         """Lower goes first: what backward finishes last."""
         return -max(self._order.get(part.name, 0) for part in way.bundle) if self.urgent else 0
 
@@ -284,9 +309,9 @@ class Servers:
         for each in self._pushed:
             each.wait(timeout_s)
 
-    def _ask_for(self, way: _Way, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None) -> None:
-        about = self._first if way is self.ways[0] else bytearray(PULLED.size)
-        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
+    def _ask_for(self, way: Way, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None) -> None:
+        way.about = bytearray(PULLED.size)
+        room = [memoryview(way.about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
         head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
         asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then)
         for name in {part.name for part in way.bundle} if then is None else ():
@@ -307,9 +332,16 @@ class Servers:
                 self._ask_for(way, model)
             way.asked = False
         waits = self.ask_for_buffers(buffers) if buffers else None
-        pulled = Pulled(self._replies, self._first, waits, self.clients)
-        self._replies, self._first = {}, bytearray(PULLED.size)
+        pulled, self._replies = Pulled(self._replies, self.ways[0].about, waits, self.clients), {}
         return pulled
+
+    def watch(self, way: Way, about: bytearray, into: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pending:
+        """A standing request for what comes after what this worker has of a bundle. Buffers come with the first."""
+        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
+        if way is self.ways[0]:
+            room += map(raw, buffers)
+        head = memoryview(WATCH.pack(self.worker, way.number, way.slowest, self._urgency(way)))
+        return self.clients[way.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
 
 
 # --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------

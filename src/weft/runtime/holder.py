@@ -32,6 +32,8 @@ class Contribution:
     worker: int
     share: float
     grads: Sequence[Tensor | None]
+    read: int | None = None
+    """The version that they were computed with; None: the one that the worker has read last."""
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Holder:
         self.clocks = [0] * self.workers
         self.reads = [-1] * self.workers
         self.round: list[Contribution] = []
-        self._read: dict[int, list[Tensor]] = {}
+        self._read: dict[int, dict[int, list[Tensor]]] = {}
+        """By worker: the versions that its next gradients may have been computed with, where that is looked at."""
         self._moved: list[tuple[int, int, float]] = []
 
     @property
@@ -76,7 +79,8 @@ class Holder:
         """A worker reads the model as it is now; returns its version."""
         self.reads[worker] = self.version
         if self.synchrony.looks_back:
-            self._read[worker] = [tensor.detach().clone() for tensor in self.model]
+            older = self._read.get(worker, {}) if self.synchrony.eager else {}  # who did not ask may not use it yet
+            self._read[worker] = older | {self.version: [tensor.detach().clone() for tensor in self.model]}
         seen = min((self.reads[w] for w in range(self.workers) if w not in self.gone), default=self.version)
         self._moved = [each for each in self._moved if each[1] > seen]
         return self.version
@@ -84,10 +88,12 @@ class Holder:
     def contribute(self, mine: Contribution) -> bool:
         """A worker has finished a step; returns whether its gradients were accepted."""
         worker = mine.worker
+        version = self.reads[worker] if mine.read is None else mine.read
+        was = self._was(worker, version)
         self.clocks[worker] += 1
-        staleness = self.version - self.reads[worker]
+        staleness = self.version - version
         fitted: list[Tensor | None] = []
-        for grad, now, read in zip(mine.grads, self.model, self._read.get(worker, self.model), strict=True):
+        for grad, now, read in zip(mine.grads, self.model, was, strict=True):
             fitted.append(None if grad is None else self.synchrony.correct(grad, now, read, staleness))
             if grad is not None and fitted[-1] is None:
                 return False
@@ -95,6 +101,15 @@ class Holder:
         self.updated(worker, staleness)
         self.close()
         return True
+
+    def _was(self, worker: int, version: int) -> Sequence[Tensor]:
+        """The model as a worker has read it. Raises ValueError where it cannot have."""
+        kept = self._read.get(worker, {})
+        if version > self.version or (self.synchrony.looks_back and version not in kept):
+            raise ValueError(f"gradients of version {version}, which worker {worker} was not given")
+        for older in [each for each in kept if each < version]:
+            del kept[older]
+        return kept.get(version, self.model)
 
     def close(self) -> None:
         """Make an update of the round, if it has what it needs."""

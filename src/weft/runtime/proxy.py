@@ -146,7 +146,7 @@ class Proxy:
         head, parts = request.parts[0], request.parts[1:]
         match request.verb:
             case Verb.PUSH:
-                worker, number, step = PUSH.unpack(head)
+                worker, number, _, _ = PUSH.unpack(head)
                 self.tally.received_bytes += sum(len(part) for part in parts)
                 request.keeps = True
                 self._bundle(number).pushed[self._known(worker)] = request

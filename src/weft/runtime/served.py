@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from weft.errors import LoopError, UserError
 from weft.runtime.asking import Pulled, Servers
+from weft.runtime.eager import Eager
 from weft.runtime.guard import check_finite
 from weft.runtime.late import Late, arrive, delay
 from weft.runtime.pinned import Landing, Pinned
@@ -59,7 +60,11 @@ class Served:
         self.asking: Servers | Pinned = reach(
             model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
         )
+        eager = self.synchrony.eager
+        self.eager = Eager(self.asking, self.synchrony, self.flat, self.buffers, timeout_s) if eager else None
         if next(iter(self.flat.values())).is_cuda:
+            if eager:
+                raise UserError("servers that send by themselves do not reach GPUs yet; use ssp, or --device cpu")
             self.asking = Pinned(self.asking, self.flat, self.buffers, timeout_s)
         at, self.running = self.asking.join(timeout_s)
         if self.running:  # this worker was lost, and is back: it goes on where it was
@@ -83,6 +88,8 @@ class Served:
             known = {name: self.optimizer.state.get(p, {}) for name, p in self.named.items()}
             self.asking.start(self.flat, known, self.buffers, self.timeout_s)
         self.asking.pull(self.flat, self.buffers).wait(self.timeout_s)
+        if self.eager is not None:
+            self.eager.start()
         self._note()
         self.started = True
         for name, p in self.named.items():
@@ -148,6 +155,10 @@ class Served:
         """The servers learn what this step's gradients are to be used with."""
         self._numbers = self._hyper()
         kept = self.buffers if self.turns.rank == 0 and self.turns.share > 0 else ()
+        if self.eager is not None:
+            began = self.watch.clock.stamp()
+            self.eager.begin(kept)
+            self.watch.held_up(began)
         leave = self.asked and self.synchrony.everyone
         self.asking.begin(self.turns.step, self.turns.share, self._numbers, kept, leave=leave)
 
@@ -182,6 +193,10 @@ class Served:
                 "the old ones; change them (a scheduler's step()) after step()"
             )
         self.came = set()
+        if self.eager is not None:
+            self.eager.step()
+            self.leaving = self.asked
+            return
         self._bring(self.buffers)
 
     def _bring(self, buffers: Sequence[Tensor]) -> None:
@@ -233,6 +248,12 @@ class Served:
         pulled.wait(self.timeout_s)
         self.leaving = pulled.leaving if self.synchrony.everyone else self.asked
 
+    def refresh(self) -> None:
+        """Until the whole model is there, with this worker's own updates in it."""
+        self.flush()
+        if self.eager is not None:
+            self.eager.refresh()
+
     # --- around it --------------------------------------------------------------------------------------------------
 
     def _note(self) -> None:
@@ -241,7 +262,7 @@ class Served:
 
     def fetch(self) -> None:
         """Have the optimizer's state here, as after a step of its own."""
-        self.flush()
+        self.refresh()
         for name, known in self.asking.fetch(self.timeout_s).items():
             if known:
                 self.optimizer.state[self.named[name]] = known

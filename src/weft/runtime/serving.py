@@ -29,14 +29,30 @@ from weft.ops import Spec
 from weft.runtime.holder import Contribution, Holder
 from weft.runtime.pushing import heard
 from weft.runtime.tally import Tally
-from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PULLED, PUSH, TELL, WHO, Hyper, Verb
+from weft.runtime.verbs import (
+    AT_ONCE,
+    BEGIN,
+    BUFFERS,
+    BUNDLE,
+    JOINED,
+    PULL,
+    PULLED,
+    PUSH,
+    TELL,
+    WATCH,
+    WHO,
+    Hyper,
+    Verb,
+)
 from weft.runtime.verbs import packed as packed_state
 from weft.runtime.verbs import unpacked as unpacked_state
-from weft.synchrony import Synchrony
+from weft.synchrony import Synchrony, View
 from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Request, Server
 
 log = logging.getLogger(__name__)
+
+_ANEW = "it was asked for anew, or its worker went away"
 
 
 @dataclass(frozen=True)
@@ -89,19 +105,44 @@ class Kept:
                 self.optimizer.state[part] = known
 
 
+@dataclass
+class _Watch:
+    """A standing request, for what is new once the slowest worker's clock is beyond `clock`."""
+
+    request: Request
+    clock: int
+    urgency: int
+    since: float | None = None
+    """From when on its worker could not go on without."""
+
+
 class _Open:
     """A bundle's rounds: what has arrived, and who waits for what."""
 
     def __init__(self, kept: Kept, holder: Holder) -> None:
         self.kept, self.holder = kept, holder
-        self.arrived: dict[int, tuple[int, list[Tensor | None], Request]] = {}
-        """By worker: a step's gradients, where word of the step is still to come."""
+        self.arrived: dict[int, tuple[int, int, list[Tensor | None], Request]] = {}
+        """By worker: a step, the version that it began with, and gradients, where word of the step is still to come."""
         self.done = [0] * holder.workers
         """Steps of each worker that count, since it joined."""
         self.waiting: dict[int, tuple[Request, int, int, float]] = {}
+        self.watching: dict[int, _Watch] = {}
         self.used: list[Request] = []
         """Pushes whose memory the present round still needs."""
         self._snapshot: tuple[int, list[memoryview]] | None = None
+
+    def slowest(self, worker: int, view: View) -> int:
+        """The slowest worker's clock, as this one counts its steps; who was lost goes on where the slowest is."""
+        return self.done[worker] - max(0, view.clocks[worker] - view.slowest)
+
+    def give_up(self, worker: int, why: str = _ANEW) -> None:
+        """Whoever asks again is answered anew."""
+        if worker in self.waiting:
+            self.waiting.pop(worker)[0].refuse(why)
+
+    def give_up_watch(self, worker: int, why: str = _ANEW) -> None:
+        if worker in self.watching:
+            self.watching.pop(worker).request.refuse(why)
 
     def release(self) -> None:
         """Give back the memory of pushes, once the round that they were part of is over."""
@@ -209,16 +250,16 @@ class ParameterServer:
             return
         self._failed[worker] = why
         for bundle in self.bundles:
-            if worker in bundle.waiting:
-                bundle.waiting.pop(worker)[0].refuse(why)
+            bundle.give_up(worker, why)
+            bundle.give_up_watch(worker, why)
 
     def _do(self, request: Request) -> None:
         head, parts = request.parts[0], request.parts[1:]
         match request.verb:
             case Verb.PUSH:
-                worker, number, step = PUSH.unpack(head)
+                worker, number, step, version = PUSH.unpack(head)
                 self._present(worker)
-                self._hear(worker, self._bundle(number), step, request)
+                self._hear(worker, self._bundle(number), step, version, request)
                 request.reply(priority=AT_ONCE)
                 self._count(worker, self._bundle(number))
             case Verb.BEGIN:
@@ -234,6 +275,10 @@ class ParameterServer:
                 worker, number, steps, urgency = PULL.unpack(head)
                 self._present(worker)
                 self._pull(worker, number, steps, urgency, request)
+            case Verb.WATCH:
+                worker, number, clock, urgency = WATCH.unpack(head)
+                self._present(worker)
+                self._watch(worker, self._bundle(number), _Watch(request, clock, urgency))
             case Verb.JOIN:
                 (worker,) = WHO.unpack(head)
                 request.reply([memoryview(JOINED.pack(self._join(worker, request.sender), self._started))])
@@ -256,6 +301,8 @@ class ParameterServer:
                 self._present(worker)
                 self._names.pop(request.sender, None)
                 request.reply()
+                for bundle in self.bundles:
+                    bundle.give_up_watch(worker)
                 self._go(worker)
                 self._look_who_is_left()
             case _:
@@ -275,7 +322,8 @@ class ParameterServer:
         for bundle in self.bundles:
             bundle.arrived.pop(worker, None)
             bundle.done[worker] = 0
-            self._give_up(bundle, worker)
+            bundle.give_up(worker)
+            bundle.give_up_watch(worker)
             bundle.holder.join(worker)
             bundle.holder.reads[worker] = -1
         return self._steps.get(worker, 0)
@@ -299,7 +347,7 @@ class ParameterServer:
         if worker is None:
             return
         for bundle in self.bundles:
-            self._give_up(bundle, worker)
+            bundle.give_up(worker)  # what stands is answered when there is something new, and asked for anew if need be
         if not self.synchrony.everyone:  # else the run stops, and nothing is made of what is there
             self._go(worker)
         self._lost(loss)
@@ -315,11 +363,6 @@ class ParameterServer:
     def _look_who_is_left(self) -> None:
         if len(self._came) == self.workers == len(self._gone):
             self.over.set()
-
-    def _give_up(self, bundle: _Open, worker: int) -> None:
-        """Whoever asks again is answered anew."""
-        if worker in bundle.waiting:
-            bundle.waiting.pop(worker)[0].refuse("it was asked for anew, or its worker went away")
 
     def _answer_tellings(self) -> None:
         """Everyone's values to everyone, where all who are there have told theirs."""
@@ -351,7 +394,7 @@ class ParameterServer:
         """Whether the model has been given the values that it starts from."""
         return len(self._set) == len(self.bundles)
 
-    def _hear(self, worker: int, bundle: _Open, step: int, push: Request) -> None:
+    def _hear(self, worker: int, bundle: _Open, step: int, version: int, push: Request) -> None:
         """Understand a push. A gradient that is not there has no words; others stay where they came to."""
         kept, words = bundle.kept, push.parts[1:]
         self.tally.received_bytes += sum(len(word) for word in words)
@@ -368,18 +411,18 @@ class ParameterServer:
             piece = Piece(spec, torch.zeros_like(out), out)
             heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
             grads.append(out.view(part.shape))
-        bundle.arrived[worker] = step, grads, push
+        bundle.arrived[worker] = step, version, grads, push
 
     def _count(self, worker: int, bundle: _Open) -> None:
         """Let a worker's gradients count, if they are there and their step has begun."""
         step, share, hyper = self._begun.get(worker, (-1, 0.0, []))
         if worker not in bundle.arrived or bundle.arrived[worker][0] != step:
             return
-        _, grads, push = bundle.arrived.pop(worker)
+        _, read, grads, push = bundle.arrived.pop(worker)
         bundle.used.append(push)
         bundle.kept.set_numbers(hyper)
         version = bundle.holder.version
-        bundle.holder.contribute(Contribution(worker, share, grads))
+        bundle.holder.contribute(Contribution(worker, share, grads, read))
         bundle.done[worker] += 1
         bundle.release()
         if bundle is self.bundles[0]:
@@ -395,8 +438,16 @@ class ParameterServer:
             request.refuse(self._failed[worker])
             return
         bundle = self._bundle(number)
-        self._give_up(bundle, worker)
+        bundle.give_up(worker)
         bundle.waiting[worker] = request, steps, urgency, time.monotonic()
+        self._answer(bundle, worker)
+
+    def _watch(self, worker: int, bundle: _Open, watch: _Watch) -> None:
+        if worker in self._failed:
+            watch.request.refuse(self._failed[worker])
+            return
+        bundle.give_up_watch(worker)
+        bundle.watching[worker] = watch
         self._answer(bundle, worker)
 
     def _answer_all(self, by: int = 0) -> None:
@@ -411,14 +462,33 @@ class ParameterServer:
         for worker, (request, steps, urgency, since) in list(bundle.waiting.items()):
             if bundle.done[worker] >= steps and holder.may_start(worker):
                 del bundle.waiting[worker]
-                version = holder.read(worker)
-                about = PULLED.pack(version, self._buffers.leaving(version))
-                values = bundle.snapshot(version)
-                request.reply([memoryview(about), *values], priority=urgency)
-                self.tally.sent_bytes += sum(len(part) for part in values)
+                request.reply(self._read(bundle, worker), priority=urgency)
                 self.tally.answered(worker, steps, time.monotonic() - since, by)
+        self._answer_watches(bundle, by)
         if bundle is self.bundles[0]:
             self._buffers.answer(lambda worker, steps: bundle.done[worker] >= steps and holder.may_start(worker))
+
+    def _answer_watches(self, bundle: _Open, by: int) -> None:
+        """Whoever has less than everyone has done by now gets what is new; who cannot go on without it waits for it."""
+        buffers = [self._buffers.now] if bundle is self.bundles[0] else []
+        view = bundle.holder.view
+        for worker, watch in list(bundle.watching.items()):
+            if bundle.slowest(worker, view) > watch.clock:
+                del bundle.watching[worker]
+                watch.request.reply([*self._read(bundle, worker), *buffers], priority=watch.urgency)
+                if watch.since is not None:
+                    self.tally.answered(worker, bundle.done[worker], time.monotonic() - watch.since, by)
+            elif watch.since is None and not self.synchrony.may_start(worker, view):
+                watch.since = time.monotonic()
+
+    def _read(self, bundle: _Open, worker: int) -> list[memoryview]:
+        """A bundle as it is now, for a worker."""
+        version = bundle.holder.read(worker)
+        values = bundle.snapshot(version)
+        self.tally.sent_bytes += sum(len(part) for part in values)
+        slowest = bundle.slowest(worker, bundle.holder.view)
+        about = PULLED.pack(version, slowest, self._buffers.leaving(version))
+        return [memoryview(about), *values]
 
     def _updated(self, worker: int, staleness: int) -> None:
         self.tally.staleness[worker, staleness] += 1
@@ -433,14 +503,14 @@ class _Buffers:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._now = memoryview(bytes(nbytes))
+        self.now = memoryview(bytes(nbytes))
         self._offered: dict[int, memoryview] = {}
         self._leaving: set[int] = set()
         self._since: int | None = None
         self._waiting: dict[int, tuple[Request, int]] = {}
 
     def set(self, parts: Sequence[memoryview]) -> None:
-        self._now = self._fitting(parts)
+        self.now = self._fitting(parts)
 
     def offer(self, worker: int, parts: Sequence[memoryview], leaving: bool) -> None:
         if leaving:
@@ -453,7 +523,7 @@ class _Buffers:
         if version is None:
             return
         for given in self._offered.values():
-            self._now = given
+            self.now = given
         self._offered.clear()
         if self._leaving and self._since is None:
             self._since = version
@@ -468,7 +538,7 @@ class _Buffers:
         for worker, (request, steps) in list(self._waiting.items()):
             if may(worker, steps):
                 del self._waiting[worker]
-                request.reply([self._now])
+                request.reply([self.now])
 
     def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
         (given,) = parts

@@ -5,14 +5,18 @@
     SET     bundle; values, optimizer's state       what training starts from, by worker 0
     BEGIN   worker, step, share; hyper-parameters,  gradients of a step will come, to be used with these
             buffers
-    PUSH    worker, bundle, step; what it said      one bundle's gradients of a step, compressed: they count
+    PUSH    worker, bundle, step, version; what     one bundle's gradients of a step, computed with this version of it,
+            it said                                 compressed: they count
     PULL    worker, bundle, steps, urgency;         answered once so many steps of the worker's count and it may start
-            replies version, values                 its next
+            replies version, slowest, values        its next
+    WATCH   worker, bundle, clock, urgency;         answered once the slowest worker's clock is beyond this one; with
+            replies version, slowest, values        the first bundle come the buffers
     FETCH   bundle; replies optimizer's state       for a checkpoint
     TELL    worker, number; values                  answered with everyone's values, once all have told theirs
     LEAVE   worker                                  it has all it needs, and nobody waits for it any more
 
 A bundle is what travels together (`topology/_shards`); `BUFFERS` stands for the model's buffers, which are worker 0's.
+Clocks are told to a worker as it counts its own steps: since it joined.
 """
 
 from __future__ import annotations
@@ -41,14 +45,16 @@ class Verb(enum.IntEnum):
     SET = 6
     FETCH = 7
     TELL = 8
+    WATCH = 9
 
 
 WHO = struct.Struct("!I")
 BUNDLE = struct.Struct("!I")
-PUSH = struct.Struct("!IIQ")
+PUSH = struct.Struct("!IIQQ")
 BEGIN = struct.Struct("!IQd?")
 PULL = struct.Struct("!IIQi")
-PULLED = struct.Struct("!Q?")
+WATCH = struct.Struct("!IIqi")
+PULLED = struct.Struct("!Qq?")
 JOINED = struct.Struct("!Q?")
 TELL = struct.Struct("!IQ")
 

@@ -465,6 +465,8 @@ class Run:
     def _settle(self) -> None:
         """Until the last step is whole; refuses it where a GPU has found values in it that are not finite."""
         self._flush()
+        if self._served is not None:
+            self._served.refresh()
         if self._gradients is not None:
             self._gradients.look_back()
         else:
@@ -472,7 +474,7 @@ class Run:
 
     def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether parameters can be updated as their gradients arrive; where not, say why."""
-        if not self.strategy.schedule.defers:
+        if not self.strategy.schedule.defers or self.strategy.synchrony.eager:  # who does not wait defers nothing
             return False
         why = obstacle(model, optimizer)
         if why:

@@ -54,7 +54,7 @@ class Synchrony(Answer, ABC):
 
     @property
     def eager(self) -> bool:
-        """Whether a server offers new versions before it is asked."""
+        """Whether servers send new versions before they are asked; `may_start` then looks at clocks alone."""
         return False
 
     @property

@@ -14,7 +14,8 @@ from weft.synchrony.ssp import Ssp
 class Essp(Synchrony):
     """Stale synchronous, eagerly: servers send what is new before anybody asks for it [Dai et al. 2015].
 
-    The bound is that of ssp; what workers compute with is fresher than it has to be.
+    The bound is that of ssp, and a worker waits only where it demands that. So what it computes with, and what a loop
+    sees between steps, may lack its own last updates, too. With no slack a step takes everyone: that is bsp.
     """
 
     everyone: ClassVar[bool] = False
