@@ -34,7 +34,7 @@ class _Standing:
 
 
 class Eager:
-    """One worker's standing requests, and the memory that they come to. `model` is flat, and so are its parts here."""
+    """One worker's standing requests, and the memory that they come to. The tensors of `model` are flat."""
 
     def __init__(
         self,
