@@ -22,10 +22,12 @@ WAYS = {
     "bsp": "bsp / parameter_server(servers=0)",
     "backup(spares=1)": "backup(spares=1) / parameter_server(servers=0)",
     "ssp(slack=4)": "ssp(slack=4) / parameter_server(servers=0)",
+    "essp(slack=4)": "essp(slack=4) / parameter_server(servers=0)",
     "softsync(n=2)": "softsync(n=2) / parameter_server(servers=0)",
     "asp": "asp / parameter_server(servers=0)",
     "staleness_weighted(asp)": "staleness_weighted(asp) / parameter_server(servers=0)",
     "delay_compensated(asp)": "delay_compensated(asp) / parameter_server(servers=0)",
+    "downpour(push=4, fetch=4)": "downpour(push=4, fetch=4) / asp / parameter_server(servers=0)",
 }
 SLOW = {"nobody": (), "worker 3, 4x": ("3=4x",), "all, 4x in 10 %": ("all=4x@10%",)}
 
