@@ -190,7 +190,7 @@ def _expected(request: Request, board: Board, startup: float) -> float:
 
 def _folder(request: Request) -> Path:
     """A new folder for the runs, the result and the report."""
-    out = request.out
+    out = Path(request.out) if request.out is not None else None
     if out is None:
         stem = find_job(request.job).stem
         numbers = (Path("runs") / f"compare-{stem}{'' if n == 1 else f'-{n}'}" for n in range(1, 100_000))

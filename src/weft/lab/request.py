@@ -46,7 +46,7 @@ class Request:
     seeds: int = 2
     target_loss: float | None = None
     network: Links = "emulated"
-    out: Path | None = None
+    out: str | Path | None = None
     command: str = ""
 
     @property
