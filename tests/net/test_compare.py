@@ -198,6 +198,7 @@ def test_train_on_an_emulated_cluster_with_a_straggler(tmp_path: Path) -> None:
         (["compare", "wide", "--compute", "dream"], "real or sleep"),
         (["compare", "wide", "--links", "some"], "loopback"),
         (["compare", "no-such-job"], "does not exist"),
+        (["compare", "no-such-job", "bsp / ring", "--", "not", "a strategy"], "does not exist"),
         (["compare", "wide", "--profile", "nowhere.json", "--compute", "sleep"], "cannot be read"),
         (["train", "wide", "--slow", "1=4x"], "add --hosts"),
         (["train", "wide", "--hosts", "2", "--processes", "1"], "leave --processes"),

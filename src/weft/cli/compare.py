@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from weft import systems
 from weft.cli import app
@@ -29,11 +30,21 @@ from weft.strategy import Strategy
 from weft.units import bytes_text
 
 
-@app.command(context_settings={"allow_interspersed_args": True})
+class _WithJob(TyperCommand):
+    """A command after whose -- come words of the job's own, whatever they look like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta["job"] = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
+
+@app.command(cls=_WithJob)
 def compare(
+    ctx: typer.Context,
     job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
     strategies: Annotated[
-        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, options of the job itself.")
+        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, what the job itself is told.")
     ] = None,
     system: Annotated[list[str] | None, typer.Option(help="A surveyed system's strategy. Repeatable.")] = None,
     group: Annotated[str | None, typer.Option("--systems", help="Every system of a group that runs.")] = None,
@@ -59,15 +70,13 @@ def compare(
 ) -> None:
     """Run JOB under each strategy on an emulated cluster, and show them side by side with a report."""
     show = console(json)
-    words = list(strategies or ())
-    cut = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     named = [name.strip() for name in peers.split(",") if name.strip()]
-    chosen = words[:cut] or ([] if named or system or group else list(DEFAULTS))
+    chosen = list(strategies or ()) or ([] if named or system or group else list(DEFAULTS))
     if profile is not None and compute != "sleep":
         raise UserError("--profile is for --compute sleep; leave it out, or sleep")
     request = Request(
         job=job,
-        args=tuple(words[cut:]),
+        args=tuple(ctx.meta["job"]),
         contenders=(*_systems(system or [], group), *contenders(chosen, named)),
         hosts=hosts,
         bandwidth=bandwidth,

@@ -86,8 +86,8 @@ class Memory:
         view = self._views[index]
         if share == 0.0:
             view.zero_()
-        elif share != 1.0 and view.dtype in _LOOKED_AT and not view.is_cuda:
-            self.looked_at[index] = _weigh(view, share)
+        elif share != 1.0 and view.dtype in LOOKED_AT and not view.is_cuda:
+            self.looked_at[index] = weigh(view, share)
         elif share != 1.0:
             view.mul_(share)
 
@@ -129,10 +129,10 @@ class Memory:
             self.buckets[b] = None
 
 
-_LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
+LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _weigh(grad: Tensor, share: float) -> bool:
+def weigh(grad: Tensor, share: float) -> bool:
     """Multiply by a share, and say whether all values are finite, in one pass over memory."""
     found = torch.zeros(1, dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor(share, dtype=torch.float32))

@@ -17,6 +17,7 @@ from weft.runtime.asking import Pulled, Servers
 from weft.runtime.eager import Eager
 from weft.runtime.guard import check_finite
 from weft.runtime.late import Late, arrive, delay
+from weft.runtime.memory import LOOKED_AT, weigh
 from weft.runtime.pinned import Landing, Pinned
 from weft.runtime.record import Watch
 from weft.runtime.server import reach, refuse
@@ -121,14 +122,23 @@ class Served:
 
     def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
         """A gradient is there: it leaves, now or in `step`."""
-        self._check(name, grad)
-        flat = grad.reshape(-1).mul_(self.turns.share)
+        flat = self._weighed(name, grad)
         given = flat if self.turns.share > 0 or not self.lossless else None  # who has no batch has no gradient
         if self.overlaps:
             self.asking.push(name, given, self.turns.step, self._coming)
         else:
             self._held[name] = given
         param.grad = Away.of(grad)
+
+    def _weighed(self, name: str, grad: Tensor) -> Tensor:
+        """A gradient times this worker's share, flat, and looked at; where that can be, in one pass over memory."""
+        if grad.is_sparse or grad.is_cuda or grad.dtype not in LOOKED_AT:
+            self._check(name, grad)
+            return grad.reshape(-1).mul_(self.turns.share)
+        flat = grad.reshape(-1)
+        if not weigh(flat, self.turns.share):
+            check_finite(name, flat, self.turns.step)
+        return flat
 
     def _check(self, name: str, grad: Tensor) -> None:
         if grad.is_sparse:
