@@ -158,6 +158,25 @@ def test_one_side_encrypts_and_the_other_does_not(key: Key, encrypted: bool, mon
         Client(server.address, key, "worker 0", encrypted=not encrypted, retry_s=1.0).ask(ECHO).wait(WAIT_S)
 
 
+def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2, called from 127.0.0.1, stands for another machine."""
+    monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
+    with serving(Ledger(), key, encrypted=True, even_here=False) as server:
+        for options in ({"encrypted": True, "even_here": False}, {"encrypted": False}):
+            asker = Client(server.address, key, "worker 0", **options)  # type: ignore[arg-type]
+            assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
+            asker.close()
+        with pytest.raises(PeerLost):
+            Client(server.address, key, "worker 1", encrypted=True, retry_s=1.0).ask(ECHO).wait(WAIT_S)
+    far = Server(("127.0.0.2", 0), key, Ledger().handle, encrypted=True, even_here=False)
+    asker = Client(far.address, key, "worker 0", encrypted=True, even_here=False)
+    assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
+    asker.close()
+    with pytest.raises(PeerLost):
+        Client(far.address, key, "worker 1", retry_s=1.0).ask(ECHO).wait(WAIT_S)
+    far.close()
+
+
 def test_nobody_at_the_address() -> None:
     with socket.create_server(HERE) as free:
         address = free.getsockname()

@@ -77,6 +77,7 @@ class Proxy:
         buffers: Sequence[Tensor],
         workers: int,
         encrypted: bool = False,
+        even_here: bool = True,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self.upstream, self.model, self.buffers, self.workers, self._lost = upstream, model, buffers, workers, lost
@@ -96,6 +97,7 @@ class Proxy:
             key,
             self._inbox.put,
             encrypted=encrypted,
+            even_here=even_here,
             most_bytes=3 * most,
             left=lambda name, why: self._inbox.put(Loss(name, why)),
         )

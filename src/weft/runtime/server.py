@@ -111,7 +111,10 @@ def call(
     """Links to some servers, as soon as they are there."""
     key, encrypted = Key.read(Path(world.key_file)), world.encrypts(topology)
     most = 16 * max(p.numel() * p.element_size() for p in model.parameters()) + (1 << 26)
-    return [Client(world.find(server, timeout_s), key, who, encrypted=encrypted, most_bytes=most) for server in servers]
+    return [
+        Client(world.find(server, timeout_s), key, who, encrypted=encrypted, even_here=False, most_bytes=most)
+        for server in servers
+    ]
 
 
 class ServerRun:
@@ -164,6 +167,7 @@ class ServerRun:
             teams=topology.teams(self.workers),
             seed=self.seed,
             encrypted=self.world.encrypts(topology),
+            even_here=False,
             buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
             lost=lost,
         )
@@ -191,6 +195,7 @@ class ServerRun:
             buffers=list(model.buffers()),
             workers=len(team),
             encrypted=self.world.encrypts(topology),
+            even_here=False,
             lost=lost,
         )
 

@@ -151,7 +151,7 @@ class World:
     # --- with servers -------------------------------------------------------------------------------------------------
 
     def encrypts(self, topology: Topology) -> bool:
-        """Whether messages to servers are encrypted: always, but where nobody else is on the network."""
+        """Whether messages to servers on other machines are encrypted: always, but where nobody else is in between."""
         return topology.encrypts or not self.trusted
 
     def announce(self, server: int, address: tuple[str, int]) -> None:

@@ -22,7 +22,7 @@ class Colocated(Topology):
     exact: ClassVar[bool] = True
 
     encrypted: bool = False
-    """Encrypt on a trusted network too; on others, messages always are."""
+    """Encrypt on a trusted network too; on others, messages always are, and within a machine never."""
 
     @property
     def encrypts(self) -> bool:

@@ -28,7 +28,7 @@ class Hierarchical(Topology):
     servers: int = 1
     """k: how many servers the proxies push to, on hosts of their own."""
     encrypted: bool = False
-    """Encrypt on a trusted network too; on others, messages always are."""
+    """Encrypt on a trusted network too; on others, messages always are, and within a machine never."""
 
     def __post_init__(self) -> None:
         for name, value in (("groups", self.groups), ("servers", self.servers)):

@@ -63,7 +63,10 @@ class Pending:
 
 
 class Client:
-    """One server, asked by one asker. Requests of a higher urgency (a lower number) leave first."""
+    """One server, asked by one asker. Requests of a higher urgency (a lower number) leave first.
+
+    `encrypted`: within TLS; with `even_here` also where both are on one machine. Both sides must say the same.
+    """
 
     def __init__(
         self,
@@ -72,12 +75,13 @@ class Client:
         name: str,
         *,
         encrypted: bool = False,
+        even_here: bool = True,
         most_bytes: int = 1 << 26,
         patience_s: float = 3.0,
         retry_s: float = 1.5,
     ) -> None:
         self.address, self.key, self.most_bytes = address, key, most_bytes
-        self.patience_s, self.retry_s = patience_s, retry_s
+        self.patience_s, self.retry_s, self.even_here = patience_s, retry_s, even_here
         self._guest = Guest(secrets.token_bytes(16), name)
         self._tls: ssl.SSLContext | None = key.context(server=False) if encrypted else None
         self._numbers = itertools.count(1)
@@ -201,7 +205,7 @@ class Client:
         while True:
             left = deadline - time.monotonic()
             try:
-                stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left))
+                stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left), even_here=self.even_here)
                 return Link(stream, str(self), self._guest.identity, self, self.patience_s)
             except Stranger:
                 raise

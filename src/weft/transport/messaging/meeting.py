@@ -6,7 +6,8 @@
     server   one byte: welcome
 
 Where the network is not trusted all of this is said within TLS, in which both have shown the run's certificate. A proof
-is an HMAC; whoever gets none right learns nothing, and is not answered.
+is an HMAC; whoever gets none right learns nothing, and is not answered. Between two ends of one address nothing is on
+the network, and both may leave TLS out: each sees that for itself, so nobody else can talk them into it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ class Guest:
     name: str
 
 
-def receive(sock: socket.socket, key: Key, tls: ssl.SSLContext | None) -> tuple[Stream, Guest]:
+def receive(
+    sock: socket.socket, key: Key, tls: ssl.SSLContext | None, *, even_here: bool = True
+) -> tuple[Stream, Guest]:
     """The server's side. Raises Stranger or OSError; takes PATIENCE_S at most."""
     deadline = time.monotonic() + PATIENCE_S
-    stream = _stream(sock, tls, server=True)
+    stream = _stream(sock, tls if even_here or not here(sock) else None, server=True)
     hello = _exactly(stream, _HELLO.size, deadline)
     greeting, identity, name, theirs = _HELLO.unpack(hello)
     if greeting != _GREETING:
@@ -60,13 +63,21 @@ def receive(sock: socket.socket, key: Key, tls: ssl.SSLContext | None) -> tuple[
     return stream, Guest(identity, name.rstrip(b"\0").decode(errors="replace"))
 
 
-def call(address: tuple[str, int], guest: Guest, key: Key, tls: ssl.SSLContext | None, patience_s: float) -> Stream:
+def call(
+    address: tuple[str, int],
+    guest: Guest,
+    key: Key,
+    tls: ssl.SSLContext | None,
+    patience_s: float,
+    *,
+    even_here: bool = True,
+) -> Stream:
     """The asker's side: a connection on which the server has proved itself. Raises Stranger or OSError."""
     deadline = time.monotonic() + patience_s
     where = "{}:{}".format(*address)
     sock = socket.create_connection(address, timeout=patience_s)
     try:
-        stream = _stream(sock, tls, server=False)
+        stream = _stream(sock, tls if even_here or not here(sock) else None, server=False)
         mine = secrets.token_bytes(32)
         name = guest.name.encode()[:64]
         hello = _HELLO.pack(_GREETING, guest.identity, name, mine)
@@ -84,6 +95,12 @@ def call(address: tuple[str, int], guest: Guest, key: Key, tls: ssl.SSLContext |
     except BaseException:
         sock.close()
         raise
+
+
+def here(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are on this machine. Linux drops what comes from elsewhere under its own
+    address."""
+    return bool(sock.getpeername()[0] == sock.getsockname()[0])
 
 
 def _remedy(key: Key) -> str:

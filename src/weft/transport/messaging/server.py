@@ -87,7 +87,7 @@ class Server:
     """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
 
     `joined` and `left` tell of askers that come for the first time, and of those that went: on purpose, or by a link
-    that broke and was not made anew within `grace_s`.
+    that broke and was not made anew within `grace_s`. `encrypted` and `even_here` are as for a client.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Server:
         handle: Callable[[Request], None],
         *,
         encrypted: bool = False,
+        even_here: bool = True,
         most_bytes: int = 1 << 26,
         patience_s: float = 3.0,
         grace_s: float = 1.5,
@@ -104,7 +105,7 @@ class Server:
         left: Callable[[str, str], None] = lambda name, why: None,
     ) -> None:
         self.key, self.handle, self.most_bytes = key, handle, most_bytes
-        self.patience_s, self.grace_s = patience_s, grace_s
+        self.patience_s, self.grace_s, self.even_here = patience_s, grace_s, even_here
         self._joined, self._left = joined, left
         self._tls: ssl.SSLContext | None = key.context(server=True) if encrypted else None
         self._sessions: dict[bytes, _Session] = {}
@@ -152,7 +153,7 @@ class Server:
     def _meet(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(PATIENCE_S)
-            stream, guest = receive(sock, self.key, self._tls)
+            stream, guest = receive(sock, self.key, self._tls, even_here=self.even_here)
         except (OSError, PeerLost) as error:
             log.info("turned somebody away: %s", error)
             sock.close()
