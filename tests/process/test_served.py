@@ -257,6 +257,42 @@ MISUSED = {
 }
 
 
+@pytest.mark.parametrize("strategy", ["bsp / parameter_server", "asp / parameter_server / sequential"])
+def test_gradients_of_the_step_before_are_not_added_to(strategy: str) -> None:
+    with pytest.raises(ChildError, match=r"optimizer\.zero_grad\(\) in\s+every step"):
+        spawn(1, misuse, "optimizer.zero_grad = lambda: 0", WEFT_STRATEGY=strategy)
+
+
+def test_a_closure_is_refused_by_one_worker_with_servers_too() -> None:
+    with pytest.raises(ChildError, match="call backward first"):
+        spawn(1, misuse, "optimizer.step(lambda: 1.0)", WEFT_STRATEGY="bsp / parameter_server")
+
+
+def accumulate() -> list[float]:
+    """A parameter that only a backward inside `accumulate` reaches, and not in every step."""
+    run = weft.init(steps=4)
+    torch.manual_seed(7)
+    model: Any = nn.Linear(4, 2)
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model, optimizer = run.distribute(model, optimizer, unused=True)
+    for x in run.shard([torch.full((2, 4), 0.1 * i) for i in range(8)]):
+        with run.accumulate():
+            loss = model(x).square().mean()
+            (loss + model.spare.square().sum() if run.step % 2 else loss).backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [value for each in model.state_dict().values() for value in each.flatten().tolist()]
+    run.close()
+    return weights
+
+
+@pytest.mark.parametrize("strategy", ["bsp / parameter_server / priority", "bsp / colocated / sequential"])
+def test_what_was_accumulated_alone_counts(strategy: str) -> None:
+    assert spawn(2, accumulate, WEFT_STRATEGY=strategy) == spawn(2, accumulate, WEFT_STRATEGY="bsp / direct")
+
+
 @pytest.mark.parametrize("between", MISUSED)
 def test_what_servers_would_train_wrong_is_refused(between: str) -> None:
     with pytest.raises(ChildError) as found:

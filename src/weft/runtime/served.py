@@ -110,6 +110,8 @@ class Served:
                 "backward ran twice before step(), and the first gradient was taken already; put all but the last "
                 "backward into `with run.accumulate():`"
             )
+        if type(grad) is Away:
+            raise _uncleared()
         if not self.came:
             self._begin()
         if param._version != self._versions[name]:
@@ -149,10 +151,7 @@ class Served:
     def _begin(self) -> None:
         """The first gradient of a backward."""
         if not self._cleared:
-            raise LoopError(
-                "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() "
-                "in every step"
-            )
+            raise _uncleared()
         self.turns.begin_backward()
         if self.local:
             self.turns.accumulated()
@@ -188,8 +187,10 @@ class Served:
 
     def step(self) -> None:
         """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
-        for name in self.named:
-            if name not in self.came:
+        for name, p in self.named.items():
+            if name not in self.came and p.grad is not None:  # a backward inside accumulate() alone has reached it
+                self._take(name, p, p.grad)
+            elif name not in self.came:
                 self._absent(name)
                 self.asking.push(name, None, self.turns.step, self._coming)
         for name, grad in self._held.items():
@@ -312,6 +313,13 @@ _HARMLESS = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
+
+
+def _uncleared() -> LoopError:
+    return LoopError(
+        "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() in "
+        "every step"
+    )
 
 
 def _flat(name: str, param: Tensor) -> Tensor:

@@ -380,7 +380,7 @@ class Run:
         claimed = self._gradients is not None and claims(self.strategy)
 
         def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if closure is not None and not self.world.alone:
+            if closure is not None and (not self.world.alone or self._served is not None):
                 raise LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
             if any(each is not None and each.local for each in (self._gradients, self._served)):
                 raise LoopError(
