@@ -161,8 +161,8 @@ class Client:
         with self._lock:
             self._in_vain = 0
             pending = self._open.pop(head.number, None)
-            counting = [number for number, each in self._open.items() if each.head.kind == Kind.ONCE]
-            self._settled = min(counting) - 1 if counting else max(self._settled, head.number)
+            first = next((number for number, each in self._open.items() if each.head.kind == Kind.ONCE), None)
+            self._settled = first - 1 if first is not None else max(self._settled, head.number)
         if pending is None:
             return
         if head.kind == Kind.REFUSAL:
