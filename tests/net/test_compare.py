@@ -146,6 +146,17 @@ def test_traffic_that_goes_around_the_links_fails_loudly(tmp_path: Path, monkeyp
             )
 
 
+def test_a_reading_that_comes_late_is_no_traffic_around_the_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster(hosts=2, bandwidth="1gbit", verify=False) as cluster:
+        read = cluster.counters
+        monkeypatch.setattr(cluster, "counters", lambda: (time.sleep(0.5), read())[1])
+        contender = Contender(name="bsp / ring", strategy=Strategy.parse("bsp / ring"))
+        task = Task(job="wide", args=("--size", "tiny"), steps=8)
+        assert experiment.run(task, cluster, contender, 0, tmp_path / "run", hosts=cluster.hosts).steps_s
+
+
 @pytest.mark.parametrize(
     "peer", [name for name, each in peers.catalogue().items() if not each.hidden | (name == "fsdp")]
 )
@@ -169,10 +180,11 @@ def test_interrupted_it_keeps_what_is_finished(tmp_path: Path) -> None:
         while not (tmp_path / "out/02-seed0").exists() and time.monotonic() < until:
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 130
+        said = "".join(process.communicate(timeout=60))
+    assert process.returncode == 130, said
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["interrupted"] and result["rows"][0]["step_s"] > 0
+    assert result["interrupted"] and result["rows"][0]["error"] is None, said
+    assert result["rows"][0]["step_s"] > 0 and result["rows"][1]["error"] == "stopped before it ran"
     assert (tmp_path / "out/report.html").exists()
 
 

@@ -88,7 +88,7 @@ def conduct(request: Request, watch: Callable[[Board], None]) -> Comparison:
             _runs(request, board, site, out, watch)
     except BaseException as error:
         board.interrupted = isinstance(error, KeyboardInterrupt)
-        if not board.interrupted or not board.samples:
+        if not board.interrupted or not (board.samples or board.errors):
             _tidy(out, fresh)
             raise
     result = _result(request, board, out, began)

@@ -157,6 +157,12 @@ class _Reading:
         busy = user + nice + system + hard + soft
         return cls(site.counters(), busy, steal, busy + idle + waiting + steal)
 
+    def busiest(self, later: _Reading) -> int | None:
+        """Bytes of the link that has carried most between two readings, in its busier direction."""
+        if self.links is None or later.links is None:
+            return None
+        return max(b - a for x, y in zip(self.links, later.links, strict=True) for a, b in zip(x, y, strict=True))
+
 
 def run(
     task: Task,
@@ -197,11 +203,14 @@ def run(
             seats=_seats(task, site, contender, hosts, Path(scratch), profile_to),
             module="weft.lab.peers._child" if contender.peer else "weft.runtime.child",
         )
+        first = _Reading.now(site)
         launch(spec, lambda rank, line: said.append(f"[{rank}] {line}"), on_progress)
+        last = _Reading.now(site)
     with suppress(OSError):
         (out / "output.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     if len(readings) != 2:
         raise JobError(f"the job ended before its {task.steps} steps; give --steps fewer, or the job more data")
+    _check_links(contender, hosts, out, first.busiest(last))
     return _judge(task, contender, hosts, out, readings)
 
 
@@ -228,6 +237,22 @@ def slow_seat(seat: Seat, slow: Slow | None) -> Seat:
     return replace(seat, env={**seat.env, "WEFT_SLOW": str(slow)}) if slow else seat
 
 
+def _check_links(contender: Contender, hosts: int, out: Path, seen: int | None) -> None:
+    """What a worker says that it sent in the whole run must have crossed a link. The whole run, because steps of a
+    millisecond are over before a reading at one of them is taken."""
+    steps = run_folder.events(out)
+    if contender.strategy is not None:
+        declared = sum(event["wire_bytes"] for event in steps) / hosts
+    else:
+        whole = len(steps) // contender.period * contender.period
+        declared = whole * contender.declared_bytes(run_folder.model(out), hosts)
+    if seen is not None and seen < _SEEN * declared:
+        raise JobError(
+            f"{contender.name} says that a worker sends {declared:.0f} bytes, but the links saw {seen}: "
+            "its traffic went around them, and the figures would be false"
+        )
+
+
 def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: list[_Reading]) -> Sample:
     before, after = readings
     steps = run_folder.events(out)
@@ -238,15 +263,7 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
     if contender.strategy is not None:
         sent = run_folder.by_period([event["wire_bytes"] for event in timed], contender.period)
         declared = statistics.median(sent) / hosts
-    link = None
-    if before.links is not None and after.links is not None:
-        moved = [b - a for x, y in zip(before.links, after.links, strict=True) for a, b in zip(x, y, strict=True)]
-        link = max(moved) / len(timed)
-        if link < _SEEN * declared:
-            raise JobError(
-                f"{contender.name} says that a worker sends {declared:.0f} bytes a step, but the links saw "
-                f"{link:.0f}: its traffic went around them, and the figures would be false"
-            )
+    moved = before.busiest(after)
     spent = after.all_s - before.all_s
     losses = [event.get("loss") for event in steps]
     smooth = [_trailing(losses, at) for at in range(len(losses))] if task.profile is None else []
@@ -256,7 +273,7 @@ def _judge(task: Task, contender: Contender, hosts: int, out: Path, readings: li
         samples=statistics.median(event["samples"] for event in timed),
         wire_bytes_worker=declared,
         bound_bytes=max(declared, contender.link_bytes(specs, hosts)),
-        wire_bytes_link=link,
+        wire_bytes_link=moved / len(timed) if moved is not None else None,
         busy_s=(after.busy_s - before.busy_s) / len(timed),
         cpu_share=(after.busy_s - before.busy_s) / spent if spent else 0.0,
         steal_share=(after.steal_s - before.steal_s) / spent if spent else 0.0,
