@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -121,11 +122,15 @@ LIKE_DIRECT = {
 }
 
 
+@functools.cache
+def direct(kind: str, layer: str, unused: bool) -> list[Any]:
+    return spawn(3, learn, kind, layer, unused, WEFT_STRATEGY="bsp / direct")
+
+
 @pytest.mark.parametrize("case", LIKE_DIRECT)
 def test_synchronous_servers_give_the_bits_of_direct(case: str) -> None:
     kind, layer, unused, strategy = LIKE_DIRECT[case]
-    expected = spawn(3, learn, kind, layer, unused, WEFT_STRATEGY="bsp / direct")
-    assert spawn(3, learn, kind, layer, unused, WEFT_STRATEGY=strategy) == expected
+    assert spawn(3, learn, kind, layer, unused, WEFT_STRATEGY=strategy) == direct(kind, layer, unused)
 
 
 @pytest.mark.parametrize(
