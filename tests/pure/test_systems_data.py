@@ -56,7 +56,6 @@ RUNS = {
     "parameter_server": "ssp(slack=8) / parameter_server(servers=2)",
     "tensorflow": "backup / parameter_server(servers=2)",
     "terascale_tree": "bsp / tree / sequential",
-    "mlnet": "bsp / hierarchical(servers=2) / priority",
     "backup_workers": "backup / parameter_server(servers=2)",
     "caffe_on_spark": "bsp / colocated / sequential",
     "bigdl": "bsp / colocated / cast / sequential",
