@@ -3,8 +3,14 @@
 A ring of 16 moves 1.875 times the gradient through each host's link, a ring of 4 only 1.5 times; the survey's hosts
 reached 1.15 GB/s, an emulated link carries 0.119. So computing is made 7.7 times longer, which keeps its ratio to
 communication. With servers, as many hosts as the workers', the gradient crosses a worker's link once each way on
-either cluster, and computing is made 9.7 times longer. It is spread over the layers by their arithmetic
+either cluster, and computing is made 9.6 times longer. It is spread over the layers by their arithmetic
 (bench/survey_models.py).
+
+The more hosts, the closer are the two. `--write P` writes the ring's profile of a model, for all seven in one command:
+
+    python bench/survey.py --models resnet50 --hosts 8 --bandwidth 500mbit --write P
+    weft compare bench/survey_job.py --systems survey4 --compute sleep --profile P \\
+        --hosts 8 --bandwidth 500mbit --steps 25 --seeds 1 -- resnet50
 
 Scaling efficiency is throughput over that of as many single workers: computing alone over the step.
 """
@@ -17,12 +23,14 @@ from pathlib import Path
 
 import weft
 from weft.profile import Profile
+from weft.units import Bandwidth
 
 sys.path.insert(0, str(Path(__file__).parent))
 import survey_models
 
-STRETCH = 7.7
-WITH_SERVERS = 9.7
+PUBLISHED_BYTES_S = 1.15e9
+PAYLOAD = 0.955
+"""Of an emulated link's rate, what is left to payload."""
 METHODS = {
     "BSP-PS": "bsp / parameter_server(servers=0) / sequential",
     "WFBP-PS": "bsp / parameter_server(servers=0) / wfbp",
@@ -50,21 +58,32 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--bandwidth", default="1gbit")
     parser.add_argument("--out", type=Path, default=Path("runs/survey"))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="only write the first model's profile, for a ring")
     args = parser.parse_args()
+    if args.write is not None:
+        profile(args.models[0], args, servers=False).write(args.write)
+        return
     print("| model | method | step, ms | computing, ms | bound, ms | efficiency | published | difference |")
     print("|---|---|---|---|---|---|---|---|")
     for model in args.models:
-        for stretch, servers in ((WITH_SERVERS, True), (STRETCH, False)):
+        for servers in (True, False):
             chosen = {name: METHODS[name] for name in args.methods if name.endswith("-PS") == servers}
             if chosen:
-                measure(model, chosen, stretch, args)
+                measure(model, chosen, profile(model, args, servers), args.out / f"{model}-{servers}", args)
 
 
-def measure(model: str, methods: dict[str, str], stretch: float, args: argparse.Namespace) -> None:
+def profile(model: str, args: argparse.Namespace, servers: bool) -> Profile:
+    """A model's computing, made longer as its communication is."""
+    more = 1.0 if servers else ((args.hosts - 1) / args.hosts) / (15 / 16)
+    stretch = more * PUBLISHED_BYTES_S / (Bandwidth.parse(args.bandwidth).bytes_s * PAYLOAD)
+    return Profile.of(survey_models.profile(survey_models.MODELS[model](), COMPUTE_S[model] * stretch))
+
+
+def measure(model: str, methods: dict[str, str], profile: Profile, out: Path, args: argparse.Namespace) -> None:
     """Run some methods side by side, and print a line for each."""
-    layers = survey_models.MODELS[model]()
-    profile = Profile.of(survey_models.profile(layers, COMPUTE_S[model] * stretch))
     result = weft.compare(
         str(Path(__file__).with_name("survey_job.py")),
         methods,
@@ -73,7 +92,9 @@ def measure(model: str, methods: dict[str, str], stretch: float, args: argparse.
         profile=profile,
         steps=args.steps,
         seeds=args.seeds,
-        out=args.out / f"{model}-{stretch:g}",
+        hosts=args.hosts,
+        bandwidth=args.bandwidth,
+        out=out,
     )
     for row in result.rows:
         if row["error"]:
