@@ -142,6 +142,7 @@ def test_synchronous_servers_give_the_bits_of_direct(case: str) -> None:
 def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str) -> None:
     script(scratch, SGD, layer="nn.BatchNorm1d(8), nn.Dropout(0.1), ")
     expected = trained(scratch, strategy, "whole", "--save-every", "0")
+    assert all(event["exposed_s"] > 0 for event in events(scratch / "whole"))
     script(
         scratch,
         SGD,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece, State
 from weft.ops import Spec
+from weft.runtime.clock import Spans
 from weft.runtime.pushing import said
 from weft.runtime.verbs import (
     AT_ONCE,
@@ -46,11 +47,15 @@ class Way:
     server: int
     number: int
     bundle: Bundle
+    place: int
+    """Its number among all."""
     came: set[str] = field(default_factory=set)
     asked: bool = False
     """Whether what the next `pull` asks for is on its way already."""
     about: bytearray = field(default_factory=lambda: bytearray(PULLED.size))
     """What its server said of the values that this worker has."""
+    there: float = 0.0
+    """When its server had got the last push."""
 
     @property
     def version(self) -> int:
@@ -126,8 +131,11 @@ class Servers:
         self.worker, self.clients, self.specs = worker, clients, specs
         self.rank = worker if rank is None else rank
         self.compression, self.seed, self.urgent, self.near = compression, seed, urgent, near
+        places = itertools.count()
         self.ways = [
-            Way(server, number, bundle) for server, each in enumerate(bundles) for number, bundle in enumerate(each)
+            Way(server, number, bundle, next(places))
+            for server, each in enumerate(bundles)
+            for number, bundle in enumerate(each)
         ]
         self._of: dict[str, list[Way]] = {}
         for way in self.ways:
@@ -141,6 +149,8 @@ class Servers:
         """What the compressor remembers, by range."""
         self.steps = 0
         """Taken since joining."""
+        self.spans = Spans()
+        """Of the step that was begun last: each bundle's way there, until its server has it, and its way back."""
         self.sent_bytes = 0.0
         """To other hosts."""
         self._pushed: list[Pending] = []
@@ -237,8 +247,13 @@ class Servers:
 
     def _push(self, way: Way, words: Sequence[memoryview], step: int) -> None:
         head = memoryview(PUSH.pack(self.worker, way.number, step, way.version))
-        client = self.clients[way.server]
-        self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way)))
+        client, began, spans = self.clients[way.server], time.perf_counter(), self.spans
+
+        def there(_: Pending) -> None:
+            way.there = time.perf_counter()
+            spans.wire.append((way.place, began, way.there))
+
+        self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way), then=there))
         if way.server != self.near:
             self.sent_bytes += sum(len(word) for word in words)
 
@@ -303,6 +318,7 @@ class Servers:
             for server, client in enumerate(self.clients)
         ]
         self.steps += 1
+        self.spans = Spans()
 
     def pushed(self, timeout_s: float) -> None:
         """Until all gradients of the last step that was begun have arrived; before that, no other may begin."""
@@ -313,7 +329,12 @@ class Servers:
         way.about = bytearray(PULLED.size)
         room = [memoryview(way.about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
         head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
-        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then)
+        began, spans = time.perf_counter(), self.spans
+
+        def back(_: Pending) -> None:
+            spans.wire.append((way.place, max(began, way.there), time.perf_counter()))
+
+        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then or back)
         for name in {part.name for part in way.bundle} if then is None else ():
             self._replies.setdefault(name, []).append(asked)
 

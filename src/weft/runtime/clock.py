@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 Stamp = Any
 """A float on CPU, a CUDA event on CUDA; only `Clock.seconds` looks inside."""
+
+
+@dataclass
+class Spans:
+    """When the parts of one step's exchange began and ended; `wire` by bucket."""
+
+    encode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    decode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    wire: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
 
 
 class Clock:

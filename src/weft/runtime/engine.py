@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,21 +20,12 @@ from weft.errors import LoopError
 from weft.ops import Round, Spec
 from weft.profile import Seen
 from weft.runtime.book import Book
-from weft.runtime.clock import Clock, Stamp
+from weft.runtime.clock import Clock, Spans, Stamp
 from weft.runtime.guard import Guard
 from weft.runtime.memory import Memory
 from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
 from weft.transport.collective import Processes, Wire, Works, cut, joined
-
-
-@dataclass
-class Spans:
-    """When the parts of one step's exchange began and ended; `wire` by bucket."""
-
-    encode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    decode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    wire: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
 
 
 class Engine:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.compression import State
 from weft.runtime.asking import Pulled, Servers
+from weft.runtime.clock import Spans
 from weft.runtime.guard import check_finite
 from weft.runtime.verbs import Hyper
 
@@ -84,6 +85,11 @@ class Pinned:
     @state.setter
     def state(self, state: State) -> None:
         self.inner.state = state
+
+    @property
+    def spans(self) -> Spans:
+        """Nothing: what is stamped there is the host's time, and everything else here the GPU's."""
+        return Spans()
 
     @property
     def sent_bytes(self) -> float:

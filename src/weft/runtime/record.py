@@ -22,14 +22,20 @@ from typing import IO, Any, Protocol
 from torch import Tensor
 
 from weft.errors import JobError
-from weft.runtime.clock import Clock, Stamp
-from weft.runtime.engine import Engine, Spans
+from weft.runtime.clock import Clock, Spans, Stamp
 
 Values = dict[str, list[tuple[float, Any]]]
 """What was logged for a step: for each name, the carried workers' shares and values."""
 
 _FLUSH_S = 1.0
 _TRACED_STEPS = 30
+
+
+class Exchange(Protocol):
+    """Whoever knows when gradients were on the wire."""
+
+    @property
+    def spans(self) -> Spans: ...
 
 
 class Sender(Protocol):
@@ -44,7 +50,7 @@ class Watch:
 
     def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
         self.clock, self.recorder = clock, recorder
-        self.engine: Engine | None = None
+        self.engine: Exchange | None = None
         self.sender: Sender | None = None
         self.values: Values = {}
         self._handed_over = False

@@ -233,7 +233,8 @@ class Run:
                 unused=unused,
                 defers=self._may_defer(model, optimizer),
             )
-            self._transport.teller, self._watch.sender = self._served.tell, self._served.asking
+            self._transport.teller = self._served.tell
+            self._watch.engine = self._watch.sender = self._served.asking
         known = self._between.open(parts, specs, self._recorder)
         if self._served is not None:
             self._served.start()
