@@ -26,7 +26,8 @@ from torch import nn
 from weft.compression.dense import Dense
 from weft.ops import Spec
 from weft.runtime.asking import Servers
-from weft.runtime.serving import Kept, ParameterServer
+from weft.runtime.kept import Kept
+from weft.runtime.serving import ParameterServer
 from weft.synchrony.asp import Asp
 from weft.topology._shards import Range
 from weft.transport.messaging import Client, Key

@@ -24,9 +24,10 @@ from weft.errors import PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
 from weft.runtime.eager import Eager
+from weft.runtime.kept import Kept, hyper
 from weft.runtime.pushing import said
 from weft.runtime.server import keep
-from weft.runtime.serving import Kept, Loss, ParameterServer, hyper
+from weft.runtime.serving import Loss, ParameterServer
 from weft.runtime.verbs import BEGIN, Verb
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles

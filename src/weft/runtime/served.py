@@ -16,12 +16,12 @@ from weft.errors import LoopError, UserError
 from weft.runtime.asking import Pulled, Servers
 from weft.runtime.eager import Eager
 from weft.runtime.guard import check_finite
+from weft.runtime.kept import hyper
 from weft.runtime.late import Late, arrive, delay
 from weft.runtime.memory import LOOKED_AT, weigh
 from weft.runtime.pinned import Landing, Pinned
 from weft.runtime.record import Watch
 from weft.runtime.server import reach, refuse
-from weft.runtime.serving import hyper
 from weft.runtime.turns import Turns
 from weft.runtime.verbs import Hyper
 from weft.runtime.world import World

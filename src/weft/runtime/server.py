@@ -28,9 +28,10 @@ from weft.numerics import Lamb, Lars
 from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
 from weft.runtime.asking import Servers
+from weft.runtime.kept import Kept, part_optimizer
 from weft.runtime.proxy import Proxy
 from weft.runtime.record import write_json
-from weft.runtime.serving import Kept, Loss, ParameterServer, part_optimizer
+from weft.runtime.serving import Loss, ParameterServer
 from weft.runtime.world import World
 from weft.strategy import Strategy
 from weft.topology import Topology
