@@ -1,8 +1,8 @@
 """The kill law: after SIGKILL and resume, a synchronous run is the uninterrupted run, bit for bit.
 
 Losses, weights, optimizer state and data order; at a random step and point, for every pair of topology, compression and
-schedule, and in soak for every three; under `direct` also on another number of processes, with other buckets and another
-schedule.
+schedule, and in soak for every three; under `direct` also on another number of processes, with other buckets and
+another schedule.
 """
 
 from __future__ import annotations
