@@ -37,6 +37,8 @@ quick: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
+	WEFT_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_messaging.py tests/process/test_servers.py \
+		-k "strangers or liars or garbage or nonsense"
 
 gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

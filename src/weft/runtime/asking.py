@@ -77,10 +77,10 @@ class Pulled:
     buffers: Pending | None
     clients: Sequence[Client]
 
-    def wait_for(self, name: str, timeout_s: float) -> None:
-        """Until a parameter is in place."""
-        for each in self.replies[name]:
-            wait_for(each, self.clients, timeout_s)
+    def wait_for(self, name: str, timeout_s: float) -> bool:
+        """Until a parameter is in place. Returns whether it was not there yet."""
+        early = [wait_for(each, self.clients, timeout_s) for each in self.replies[name]]
+        return any(early)
 
     def wait_for_buffers(self, timeout_s: float) -> None:
         """Until the model's buffers are in place, where there are some."""
@@ -99,13 +99,15 @@ class Pulled:
         return bool(PULLED.unpack(self.first)[2])
 
 
-def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> None:
-    """Until a reply is there. Whichever server is lost, nobody waits for the others in vain."""
-    until = time.monotonic() + timeout_s
+def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> bool:
+    """Until a reply is there; returns whether it was not there yet. Whichever server is lost, nobody waits for the
+    others in vain."""
+    early, until = not reply.done(0.0), time.monotonic() + timeout_s
     while not reply.done(_LOOK_S) and time.monotonic() < until:
         for client in clients:
             client.check()
     reply.wait(0.0)
+    return early
 
 
 class Servers:

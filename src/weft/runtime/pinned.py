@@ -35,12 +35,13 @@ class Landing:
         self._above = set(self.pulled.replies)
         self._buffers_above = bool(self.buffers)
 
-    def wait_for(self, name: str, timeout_s: float) -> None:
-        """Until whatever comes next in this stream finds a parameter in place."""
-        self.pulled.wait_for(name, timeout_s)
+    def wait_for(self, name: str, timeout_s: float) -> bool:
+        """Until whatever comes next in this stream finds a parameter in place. Returns whether it had not come yet."""
+        early = self.pulled.wait_for(name, timeout_s)
         if name in self._above:
             self._above.remove(name)
             self.owner.land(name)
+        return early
 
     def wait_for_buffers(self, timeout_s: float) -> None:
         """The same for the model's buffers."""

@@ -237,15 +237,16 @@ class Served:
     def _touched(self, param: Late) -> None:
         assert self._pulled is not None
         began = self.watch.clock.stamp()
-        self._enter(self._name_of[id(param)], self._pulled)
+        if self._enter(self._name_of[id(param)], self._pulled):
+            self.watch.held_up(began)
         arrive(param)
-        self.watch.held_up(began)
 
-    def _enter(self, name: str, pulled: Pulled | Landing) -> None:
-        """Wait for a parameter, and put it where it belongs."""
-        pulled.wait_for(name, self.timeout_s)
+    def _enter(self, name: str, pulled: Pulled | Landing) -> bool:
+        """Wait for a parameter, and put it where it belongs. Returns whether it was not there yet."""
+        early = pulled.wait_for(name, self.timeout_s)
         if self._coming is not None:
             self.flat[name].copy_(self._coming[name])
+        return early
 
     def flush(self) -> None:
         """Until the whole model of the last step is there."""
