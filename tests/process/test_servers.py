@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import random
@@ -432,7 +433,8 @@ def test_garbage_without_the_key_changes_no_model() -> None:
     server.close()
 
 
-def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
+def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "weft.runtime.serving")  # or a warning for each would be kept here
     rng, key = random.Random(6), Key.fresh()
     server = lonely(key)
     liar = Client(server.address, key, "liar")
