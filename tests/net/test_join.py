@@ -124,7 +124,7 @@ def _is_worker(process: Path, rank: int, cwd: Path) -> bool:
 
 
 def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tmp_path: Path) -> None:
-    script(tmp_path, steps=20, sleep=0.2)
+    script(tmp_path, steps=1000, sleep=0.2)
     subprocess.run([*WEFT, "key", "other"], cwd=tmp_path, check=True, capture_output=True)
     how = ["-n", 1, "--strategy", "asp / parameter_server", "--rendezvous", "10.231.0.1:29504", "--key-file", "key"]
     run = start(machines, 0, *WEFT, "train", "job.py", *how, "--out", "run", cwd=tmp_path)
@@ -135,8 +135,10 @@ def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tm
         assert joining.returncode == 2 and sentence in said and len(said.strip().splitlines()) == 1, said
     full = start(machines, 1, *WEFT, "join", "10.231.0.1:29504", "--key-file", "key", cwd=tmp_path)
     said, _ = full.communicate(timeout=60)
+    run.terminate()
+    run.communicate(timeout=60)
     assert full.returncode == 2 and "every seat of this run is taken" in said, said
-    ended(run)
+    assert run.returncode == 143
 
 
 def test_under_torchrun_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:
