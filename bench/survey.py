@@ -8,9 +8,9 @@ either cluster, and computing is made 9.6 times longer. It is spread over the la
 
 The more hosts, the closer are the two. `--write P` writes the ring's profile of a model, for all seven in one command:
 
-    python bench/survey.py --models resnet50 --hosts 8 --bandwidth 500mbit --write P
+    python bench/survey.py --models resnet50 --hosts 6 --bandwidth 500mbit --write P
     weft compare bench/survey_job.py --systems survey4 --compute sleep --profile P \\
-        --hosts 8 --bandwidth 500mbit --steps 25 --seeds 1 -- resnet50
+        --hosts 6 --bandwidth 500mbit --steps 25 --seeds 1 -- resnet50
 
 Scaling efficiency is throughput over that of as many single workers: computing alone over the step.
 """
