@@ -23,6 +23,7 @@ from weft.runtime.book import Book
 from weft.runtime.clock import Clock, Spans, Stamp
 from weft.runtime.guard import Guard
 from weft.runtime.memory import Memory
+from weft.runtime.serial import start_serial_thread
 from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
 from weft.transport.collective import Processes, Wire, Works, cut, joined
@@ -46,8 +47,7 @@ class Engine:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_serial_thread(self._run, "weft-engine")
 
     def plan(self, specs: Sequence[Spec], seen: Seen | None = None) -> Timetable:
         """The timetable for parameters in the order in which backward finishes them."""

@@ -8,7 +8,6 @@ waits for messages, as on a CPU, and never for a copy.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from weft.compression import State
 from weft.runtime.asking import Pulled, Servers
 from weft.runtime.clock import Spans
 from weft.runtime.guard import check_finite
+from weft.runtime.serial import start_serial_thread
 from weft.runtime.verbs import Hyper
 
 
@@ -75,7 +75,7 @@ class Pinned:
         self._landed = torch.cuda.Event()
         self._error: Exception | None = None
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        threading.Thread(target=self._do, name="weft-pinned", daemon=True).start()
+        start_serial_thread(self._do, "weft-pinned")
 
     # --- as Servers -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.runtime.asking import Servers
 from weft.runtime.holder import Contribution, mean
+from weft.runtime.serial import start_serial_thread
 from weft.runtime.serving import Loss
 from weft.runtime.tally import Tally
 from weft.runtime.verbs import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PUSH, WHO, Hyper, Verb
@@ -102,8 +103,7 @@ class Proxy:
             left=lambda name, why: self._inbox.put(Loss(name, why)),
         )
         self.address = self._server.address
-        self._thread = threading.Thread(target=self._serve, name="weft-proxy", daemon=True)
-        self._thread.start()
+        self._thread = start_serial_thread(self._serve, "weft-proxy")
 
     @property
     def version(self) -> int:

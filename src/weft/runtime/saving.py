@@ -11,6 +11,7 @@ step, whatever the loop has done until there.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -31,6 +32,7 @@ from weft.errors import JobError, LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.gradients import Gradients
 from weft.runtime.reading import Epoch, Reading, process_draws, set_process_draws
+from weft.runtime.serial import start_serial_thread
 from weft.runtime.served import Served
 from weft.runtime.turns import Turns
 from weft.store.checkpoint import Manifest, Policy, aside, contribute, load, prune, publish, read_manifest
@@ -192,8 +194,7 @@ class Saving:
         files, own, whole = self._share(parts, epoch)
         manifest = Manifest(step=parts.turns.step, files={}, state=whole, **about)
         self.last = parts.turns.step
-        self._thread = threading.Thread(target=self._write, args=(files, own, manifest), name="weft-save", daemon=True)
-        self._thread.start()
+        self._thread = start_serial_thread(functools.partial(self._write, files, own, manifest), "weft-save")
         return time.perf_counter() - began
 
     def _share(self, parts: Parts, epoch: Epoch | None) -> tuple[dict[str, dict[str, Tensor]], Any, Any]:

@@ -26,6 +26,7 @@ from weft.compression import Compressor, Context, Piece
 from weft.runtime.holder import Contribution, Holder
 from weft.runtime.kept import Kept
 from weft.runtime.pushing import heard
+from weft.runtime.serial import start_serial_thread
 from weft.runtime.tally import Tally
 from weft.runtime.verbs import (
     AT_ONCE,
@@ -171,8 +172,7 @@ class ParameterServer:
             left=lambda name, why: self._inbox.put(Loss(name, why)),
         )
         self.address = self._server.address
-        self._thread = threading.Thread(target=self._serve, name="weft-server", daemon=True)
-        self._thread.start()
+        self._thread = start_serial_thread(self._serve, "weft-server")
 
     @property
     def version(self) -> int:
