@@ -86,20 +86,38 @@ class Deferred:
         self.flush()
 
     def _await(self, bucket: int) -> None:
+        """Update a bucket's parameters, and with them all others whose means are there: one call costs less than many.
+
+        While the bucket itself is still to come, the others are updated first. On a GPU a mean that is "there" may
+        still have to be waited for in the stream, so only the bucket that was asked for is updated.
+        """
+        if self.engine.stream is None:
+            if not self.engine.arrived[bucket].is_set():
+                self._update([other for other in self.awaited if self.engine.arrived[other].is_set()])
+            began = self.engine.clock.stamp()
+            if self.engine.wait(bucket):
+                self.watch.held_up(began)
+            self._update([other for other in self.awaited if self.engine.arrived[other].is_set()])
+        else:
+            self.engine.wait(bucket)
+            self._update([bucket])
+
+    def _update(self, buckets: Sequence[int]) -> None:
+        """Take the step for buckets whose means have arrived."""
+        if not buckets:
+            return
         assert self._step is not None
-        began = self.engine.clock.stamp()
-        if self.engine.wait(bucket):
-            self.watch.held_up(began)
-        if not self.engine.fine[bucket]:
+        if not all(self.engine.fine[bucket] for bucket in buckets):
             self.engine.finish()
             self.engine.guard.check()
-        self.engine.guard.shield([self.engine.memory[-1].contents(bucket)])
-        self.awaited.discard(bucket)
-        for param in self.buckets[bucket]:
+        self.engine.guard.shield([self.engine.memory[-1].contents(bucket) for bucket in buckets])
+        self.awaited.difference_update(buckets)
+        params = [param for bucket in sorted(buckets) for param in self.buckets[bucket]]
+        for param in params:
             arrive(param)
         began = self.engine.clock.stamp()
-        self._step(self.buckets[bucket])
+        self._step(params)
         self.watch.updated(began)
         if self.clearing:
-            for param in self.buckets[bucket]:
+            for param in params:
                 param.grad = None

@@ -225,7 +225,11 @@ class Gradients:
         self.order.append(index)
         bucket = self.bucket_of[index]
         self.missing[bucket] -= 1
-        if self.missing[bucket] == 0 and self.turns.last:
+        if self.missing[bucket] > 0:
+            return
+        if self.engine.stream is None:
+            self.memory[self.turns.turn].fill(bucket)
+        if self.turns.last:
             self.engine.ready(bucket)
 
     def _ended(self) -> None:

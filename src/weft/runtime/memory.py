@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.compression import Bucket, Piece
 from weft.ops import Spec
+from weft.runtime.guard import finite
 from weft.schedule import Timetable
 
 
@@ -92,10 +93,13 @@ class Memory:
             view.mul_(share)
 
     def fill(self, bucket: int) -> None:
-        """Move what waits into the bucket's memory, and `.grad` with it; the engine does this beside backward."""
-        for index in self.members[bucket]:
-            if index not in self._waiting:
-                continue
+        """Move what waits into the bucket's memory, and `.grad` with it.
+
+        On a CPU this is done in the thread of backward, as soon as the bucket is full: all cores that compute take
+        part, and the gradients are still in their caches. On a GPU the engine does it, on its own stream.
+        """
+        waiting = [index for index in self.members[bucket] if index in self._waiting]
+        for index in waiting:
             grad, share = self._waiting.pop(index)
             view = self._views[index]
             if share == 0.0:
@@ -106,6 +110,9 @@ class Memory:
                 grad.record_stream(torch.cuda.current_stream())
             if self.leads:
                 self.params[index].grad = view
+        _, flat = self.contents(bucket)
+        if waiting and flat is not None and not flat.is_cuda:
+            self.looked_at[self.members[bucket][0]] = finite(flat)
 
     def zero(self, index: int) -> None:
         """No gradient: nothing is added."""

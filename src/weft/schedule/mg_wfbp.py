@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy
 
@@ -12,7 +12,9 @@ from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 
 _WORTH = 0.01
-"""The share of a parameter's own time that sharing a start must save."""
+"""The share of a parameter's own time that sharing a start must save; what fewer groups may cost of the whole time."""
+_MOST_GROUPS = 64
+"""Where more are needed, the soonest end is taken, however many groups it has."""
 
 
 @final
@@ -22,9 +24,10 @@ class MgWfbp(Schedule):
 
     From measured times: C(0) = 0, C(i) = min over j < i of max(C(j), ready(i)) + T(bytes of j+1..i), where T is the
     sum's time and, for more than one parameter, that of moving them together. Exact for any T that never falls; the
-    paper's greedy rule needs a straight line. A parameter whose sum takes a hundred starts is not merged: sharing
-    one would win less than a percent of it, and moving it beside others' work costs more than it does on idle cores.
-    Until the first steps have shown the times, each parameter goes alone.
+    paper's greedy rule needs a straight line. Of all choices that end within a percent of the soonest, the fewest
+    groups are taken: each costs processor time, which T does not show. A parameter whose sum takes a hundred starts is
+    not merged: sharing one would win less than a percent of it, and moving it beside others' work costs more than it
+    does on idle cores. Until the first steps have shown the times, each parameter goes alone.
     """
 
     learns: ClassVar[bool] = True
@@ -39,27 +42,36 @@ class MgWfbp(Schedule):
 
 
 def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost, fill_s: float = 0.0) -> list[int]:
-    """Where each group ends, such that the last is through as early as can be; of equal choices the fewest groups.
+    """Where each group ends: the fewest groups with which the last is through within `_WORTH` of the soonest end.
 
     Parameters with a start below `_WORTH` of their own sum's time stay alone.
     """
     count = len(sizes)
+    ready, at = numpy.asarray(ready_s), numpy.arange(count + 1)
     alone = cost.seconds(0) < _WORTH * cost.seconds(sizes)
     large = numpy.concatenate([[0], numpy.cumsum(alone)])
     before = numpy.concatenate([[0.0], numpy.cumsum(sizes, dtype=float)])
-    through = numpy.zeros(count + 1)
-    groups = numpy.zeros(count + 1, dtype=int)
-    last = numpy.zeros(count + 1, dtype=int)
-    for i in range(1, count + 1):
-        group = before[i] - before[:i]
-        several = numpy.arange(i) < i - 1
-        moved = fill_s * group * several  # a parameter alone leaves from where it lies
-        ends = numpy.maximum(through[:i], ready_s[i - 1]) + cost.seconds(group) + moved
-        ends[several & (large[i] > large[:i])] = numpy.inf
-        best = min(numpy.flatnonzero(ends <= ends.min() * (1 + 1e-12)), key=lambda j: (groups[j], j))
-        through[i], groups[i], last[i] = ends[best], groups[best] + 1, best
+    group = numpy.maximum(before[1:, None] - before[None, :-1], 0.0)
+    several = at[:-1] < at[1:, None] - 1
+    takes = cost.seconds(group) + fill_s * group * several  # a parameter alone leaves from where it lies
+    takes[several & (large[1:, None] > large[:-1])] = numpy.inf
+    takes[at[:-1] >= at[1:, None]] = numpy.inf
+
+    soonest, first = numpy.zeros(count + 1), numpy.zeros(count, dtype=int)
+    for i in range(count):
+        ends = numpy.maximum(soonest[: i + 1], ready[i]) + takes[i, : i + 1]
+        first[i] = ends.argmin()
+        soonest[i + 1] = ends.min()
+    through = numpy.where(at == 0, 0.0, numpy.inf)
+    starts: list[Any] = []
+    while through[count] > soonest[count] * (1 + _WORTH) and len(starts) < _MOST_GROUPS:
+        ends = numpy.maximum(through[:-1], ready[:, None]) + takes
+        starts.append(ends.argmin(axis=1))
+        through = numpy.concatenate([[numpy.inf], ends.min(axis=1)])
+    if through[count] > soonest[count] * (1 + _WORTH):
+        starts = [first] * count
     found: list[int] = []
     while count:
         found.insert(0, count)
-        count = int(last[count])
+        count = int(starts.pop()[count - 1])
     return found

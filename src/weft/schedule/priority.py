@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from weft.ops import Scatter, Spec
-from weft.profile import Seen
+from weft.profile import Cost, Seen
 from weft.schedule import Rounds, Schedule, Slot, Timetable
 from weft.schedule._wave import of_one_dtype
 from weft.units import Size
@@ -31,7 +31,8 @@ class Priority(Schedule):
     credit: Size = Size(16 * 2**20)
     """So much may be on the wire at once: enough to keep it busy, little enough to let urgent parts through."""
     least: Size = Size(64 * 2**10)
-    """Neighbours that are smaller than this leave together, so that they do not each pay the latency."""
+    """Neighbours that are smaller than this leave together, so that they do not each pay the latency; more of them
+    where the first steps show that a start costs more than so many bytes."""
 
     def __post_init__(self) -> None:
         if self.partition < 1 or self.credit < 1 or self.least < 1:
@@ -42,7 +43,8 @@ class Priority(Schedule):
         return self.least, self.partition
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
-        buckets = [bucket for group in self._groups(specs) for bucket in of_one_dtype(group)]
+        least = self.least if seen is None else self._worth_a_start(seen.cost)
+        buckets = [bucket for group in _groups(specs, least) for bucket in of_one_dtype(group)]
         turns = [self._turns(number, bucket, rounds) for number, bucket in enumerate(buckets)]
         if seen is None:
             order = [slot for mine in turns for turn in mine for slot in turn]
@@ -53,17 +55,12 @@ class Priority(Schedule):
             order = front_first(turns, ready, busy_s / self.partition)
         return Timetable(tuple(buckets), tuple(order), credit=self.credit)
 
-    def _groups(self, specs: Sequence[Spec]) -> list[list[Spec]]:
-        groups: list[list[Spec]] = []
-        room = 0
-        for spec in specs:
-            if room > 0 and spec.nbytes < self.least:
-                groups[-1].append(spec)
-            else:
-                groups.append([spec])
-                room = self.least if spec.nbytes < self.least else 0
-            room -= spec.nbytes
-        return groups
+    def _worth_a_start(self, cost: Cost) -> int:
+        """`least`, or the larger size at which a sum takes twice its start: fast links want larger parts."""
+        size = int(self.least)
+        while size < self.partition and cost.seconds(size) < 2 * cost.seconds(0):
+            size *= 2
+        return size
 
     def _turns(self, number: int, bucket: Sequence[Spec], rounds: Rounds) -> list[list[Slot]]:
         """A bucket's rounds, each cut into parts."""
@@ -72,6 +69,20 @@ class Priority(Schedule):
             parts = 1 if each.op is Scatter else max(1, -(-each.nbytes // self.partition))
             turns.append([Slot(number, turn, part, parts, -(-each.nbytes // parts)) for part in range(parts)])
         return turns
+
+
+def _groups(specs: Sequence[Spec], least: int) -> list[list[Spec]]:
+    """Neighbours that are smaller than `least`, together."""
+    groups: list[list[Spec]] = []
+    room = 0
+    for spec in specs:
+        if room > 0 and spec.nbytes < least:
+            groups[-1].append(spec)
+        else:
+            groups.append([spec])
+            room = least if spec.nbytes < least else 0
+        room -= spec.nbytes
+    return groups
 
 
 def front_first(turns: Sequence[Sequence[Sequence[Slot]]], ready_s: Sequence[float], byte_s: float) -> list[Slot]:
