@@ -596,6 +596,21 @@ def test_a_part_that_forward_needs_first_overtakes() -> None:
     ]
 
 
+def test_starts_that_would_take_long_are_shared() -> None:
+    """Many small layers: apart on a slow link, where starts are cheap beside sending; together on a fast one."""
+    specs = [Spec(f"p{n}", (2**15,), torch.float32) for n in range(64)]
+    ready = {spec.name: 1e-3 * n for n, spec in enumerate(specs)}
+
+    def buckets(schedule: Priority, bytes_s: float) -> int:
+        cost = Cost(points=((1024, 5e-4), (2**24, 5e-4 + 2**24 / bytes_s)))
+        seen = Seen(ready_s=ready, cost=cost)
+        return len(schedule.timetable(specs, lambda group: (Round(Sum, sum(s.nbytes for s in group)),), seen).buckets)
+
+    assert buckets(Priority(), 1e7) == 64
+    assert buckets(Priority(), 1e10) <= 8
+    assert buckets(Priority(least=Size(1)), 1e10) == 64
+
+
 # --- spelling -------------------------------------------------------------------------------------------------------
 
 

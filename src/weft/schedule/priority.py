@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from weft.ops import Scatter, Spec
-from weft.profile import Cost, Seen
+from weft.profile import Seen
 from weft.schedule import Rounds, Schedule, Slot, Timetable
 from weft.schedule._wave import of_one_dtype
 from weft.units import Size
+
+_LEAST = 64 * 2**10
+_STARTS = 0.05
+"""The share of a step's longer side, computing or sending, that may be spent on starting exchanges."""
 
 
 @final
@@ -30,9 +34,9 @@ class Priority(Schedule):
     """Payloads are cut into parts of at most this size, so that none holds up a more urgent one for long."""
     credit: Size = Size(16 * 2**20)
     """So much may be on the wire at once: enough to keep it busy, little enough to let urgent parts through."""
-    least: Size = Size(64 * 2**10)
-    """Neighbours that are smaller than this leave together, so that they do not each pay the latency; more of them
-    where the first steps show that a start costs more than so many bytes."""
+    least: Size = Size(_LEAST)
+    """Neighbours that are smaller than this leave together, so that they do not each pay the latency. The default grows
+    where the first steps show that starts would take long; any other value stays."""
 
     def __post_init__(self) -> None:
         if self.partition < 1 or self.credit < 1 or self.least < 1:
@@ -43,8 +47,8 @@ class Priority(Schedule):
         return self.least, self.partition
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
-        least = self.least if seen is None else self._worth_a_start(seen.cost)
-        buckets = [bucket for group in _groups(specs, least) for bucket in of_one_dtype(group)]
+        groups = _groups(specs, self._least(specs, rounds, seen))
+        buckets = [bucket for group in groups for bucket in of_one_dtype(group)]
         turns = [self._turns(number, bucket, rounds) for number, bucket in enumerate(buckets)]
         if seen is None:
             order = [slot for mine in turns for turn in mine for slot in turn]
@@ -55,12 +59,16 @@ class Priority(Schedule):
             order = front_first(turns, ready, busy_s / self.partition)
         return Timetable(tuple(buckets), tuple(order), credit=self.credit)
 
-    def _worth_a_start(self, cost: Cost) -> int:
-        """`least`, or the larger size at which a sum takes twice its start: fast links want larger parts."""
-        size = int(self.least)
-        while size < self.partition and cost.seconds(size) < 2 * cost.seconds(0):
-            size *= 2
-        return size
+    def _least(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None) -> int:
+        """`least`, or more: so much that all starts together take a small share of backward or of the wire's time."""
+        least = int(self.least)
+        if seen is None or least != _LEAST:
+            return least
+        wire_s = float(seen.cost.seconds(sum(each.nbytes for each in rounds(specs))))
+        allowed_s = _STARTS * max([wire_s, *seen.ready_s.values()])
+        while least < self.partition and len(_groups(specs, least)) * float(seen.cost.seconds(0)) > allowed_s:
+            least *= 2
+        return least
 
     def _turns(self, number: int, bucket: Sequence[Spec], rounds: Rounds) -> list[list[Slot]]:
         """A bucket's rounds, each cut into parts."""
