@@ -24,16 +24,20 @@ class Factors:
                 self._watch(index[module.weight], module)
 
     def _watch(self, index: int, layer: nn.Linear) -> None:
-        def ran(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-            if torch.is_grad_enabled():
+        def ran(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if not torch.is_grad_enabled():
+                return
+            self._runs[index] += 1
+            if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func: no plain product of these two
                 self._runs[index] += 1
+            elif out.requires_grad:
                 self._inputs[index] = args[0].detach()
+                out.register_hook(came_back)
 
-        def came_back(_: nn.Module, grads: tuple[Tensor, ...] | Tensor) -> None:
-            self._returned[index] = grads[0].detach()
+        def came_back(grad: Tensor) -> None:
+            self._returned[index] = grad.detach()
 
         layer.register_forward_hook(ran)
-        layer.register_full_backward_pre_hook(came_back)
 
     def take(self, index: int, share: float) -> tuple[Tensor, Tensor] | None:
         """(G, X), a row for each sample: the gradient, weighed by a share, is G'X; None where that cannot be said."""

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from weft.errors import LoopError
 from weft.ops import Spec
 from weft.profile import Seen
+from weft.runtime.bypass import Bypass, compiled
+from weft.runtime.carried import Carried
 from weft.runtime.deferred import Deferred
 from weft.runtime.engine import Engine
 from weft.runtime.factors import Factors
 from weft.runtime.guard import Guard
+from weft.runtime.late import Late
 from weft.runtime.lessons import Lessons
 from weft.runtime.memory import Memory
 from weft.runtime.record import Watch
@@ -63,6 +66,10 @@ class Gradients:
         self.unused: bool | None = unused or None  # None: the first step will tell
         self.order: list[int] = []
         self.in_backward = False
+        self.fresh = False
+        """Whether means have arrived since `zero_grad`."""
+        self.bypass: Bypass | None = None
+        self.carried: Carried | None = None
         self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
         self.defers = defers
         self.deferred = Deferred(engine, watch)
@@ -126,7 +133,7 @@ class Gradients:
 
     def release(self) -> None:
         """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
-        self.local = False
+        self.local = self.fresh = False
         if self.deferred.stepping:
             self.deferred.clear()
         elif self.turns.turn == 0 and not self.in_backward:
@@ -168,6 +175,7 @@ class Gradients:
                 "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
             )
         if not self.in_backward:
+            self._check_late(index, param)
             self.flush()
             if not self.local:
                 self._check_start(index)
@@ -181,6 +189,26 @@ class Gradients:
         if self.lessons:
             self.lessons.arrived(index)
         self._put(index, grad)
+
+    def _check_late(self, index: int, param: Tensor) -> None:
+        """A parameter that has a gradient was used. If it is still late, nobody has waited for its update."""
+        if type(param) is Late:
+            raise LoopError(
+                f"{self.names[index]} has a new gradient while its last one is still on its way: backward ran twice "
+                f"before step(), or torch.func did not wait; under {self.engine.schedule.name} put all but the last "
+                "backward into `with run.accumulate():`, or use the schedule fused"
+            )
+
+    def check_by_hand(self) -> None:
+        """Just before an update that no exchange has preceded: refuse gradients that were never exchanged."""
+        self.flush()
+        for i, param in enumerate(self.params):
+            grad = param.grad
+            if grad is not None and not (self.fresh and self.memory[-1].holds(i, grad)) and grad.any():
+                raise LoopError(
+                    f"step() without a backward, and {self.names[i]} has a gradient: it was set by hand, and the other "
+                    "workers do not know it; call loss.backward(), which exchanges gradients"
+                )
 
     def _check_start(self, index: int) -> None:
         """What is left in `.grad` when the first of several carried workers starts would count for that one alone."""
@@ -214,6 +242,9 @@ class Gradients:
         self.turns.begin_backward()
         if self.local:
             self.turns.accumulated()
+        if self.bypass is not None:
+            self.bypass.check_hooks()
+            self.bypass.in_backward = True
         self.in_backward = True
         self.here: set[int] = set()
         self.missing = [len(members) for members in self.members]
@@ -235,6 +266,8 @@ class Gradients:
     def _ended(self) -> None:
         """The end of a backward: what got no gradient adds nothing; on the last turn, wait for the means."""
         self.in_backward = False
+        if self.bypass is not None:
+            self.bypass.in_backward = False
         self.local = False
         self.watch.backward_ended()
         for i in range(len(self.params)):
@@ -244,7 +277,7 @@ class Gradients:
         if not self.turns.last:
             self._fill()
         else:
-            defer = self.defers and self.unused is False and self.lessons is None
+            defer = self.defers and self.unused is False and self.lessons is None and not compiled()
             if not defer:
                 self.engine.finish()
             self.engine.spread(self.buffers.tensors)
@@ -259,7 +292,10 @@ class Gradients:
             self.order = []
             self.turns.used = set()
             self.turns.exchanged()
+            self.fresh = True
         self.watch.exchange_ended()
+        if self.carried is not None and not self.turns.last:
+            self.carried.turn_ended()
         self.turns.next()
 
     def _stay(self, index: int) -> None:

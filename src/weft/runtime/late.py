@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 Touched = Callable[["Late"], None]
@@ -30,9 +32,10 @@ class Late(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for parameter in pytree.tree_leaves((args, kwargs)):
-            if type(parameter) is Late:  # one that arrives may bring others along
-                parameter._touched(parameter)
+        with _outside_transforms():
+            for parameter in pytree.tree_leaves((args, kwargs)):
+                if type(parameter) is Late:  # one that arrives may bring others along
+                    parameter._touched(parameter)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -48,6 +51,13 @@ _HARMLESS = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """An update is not part of the function that torch.func transforms, even where that function waits for it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def delay(parameter: Tensor, touched: Touched) -> None:

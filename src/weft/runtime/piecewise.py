@@ -28,15 +28,28 @@ def obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
         return f"{type(optimizer).__name__} may look at several parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a differentiable optimizer steps as a whole"
-    mine = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any(mine) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if hooked(optimizer):
         return "hooks on the optimizer expect a whole step"
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(p.requires_grad and id(p) not in stepped for p in model.parameters()):
+        return "the optimizer leaves some parameters to another one"
+    odd = next((type(p).__name__ for p in model.parameters() if type(p) is not nn.Parameter), None)
+    if odd is not None:
+        return f"a parameter of the class {odd} does not wait"
     for module in model.modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             return "compiled code does not wait for a parameter"
         if isinstance(module, torch.jit.ScriptModule):
             return "a scripted module does not wait for a parameter"
     return None
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to be told about a whole step of this optimizer."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    return any(not hook.__module__.startswith("weft.") for hook in everyone)
 
 
 class Piecewise:

@@ -7,6 +7,7 @@ schedulers, scalers and clipping take effect.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -37,6 +38,9 @@ class Turns:
         """Whether step() was called since the last backward, effective or not."""
         self.used: set[int] = set()
         self.samples = 0
+        self.dealing: Callable[[], None] = lambda: None
+        """Called when a batch goes out."""
+        self._taken = self._taken_first = 0
         self._batch = False
         self._streams: list[list[torch.Tensor]] = []
         self._seed = seed
@@ -51,6 +55,8 @@ class Turns:
 
     def deal(self, share: float, samples: int) -> None:
         """A batch goes out to the worker whose turn it is."""
+        self.dealing()
+        self._taken += 1
         self.share = share
         self.samples += samples
         self._batch = True
@@ -81,6 +87,14 @@ class Turns:
 
     def next(self) -> None:
         """This worker's turn is over."""
+        if self.turn == 0:
+            self._taken_first = self._taken
+        elif self._taken != self._taken_first:
+            raise LoopError(
+                f"a worker took {self._taken} batches for a step, another one {self._taken_first}, and this process "
+                "carries both; a worker takes all batches of its step in a row, the same number as every other"
+            )
+        self._taken = 0
         self._batch = self.within = False
         self.complete = self.last
         if self.count > 1:

@@ -38,7 +38,9 @@ from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
 from weft.runtime.apart import Apart
 from weft.runtime.between import BetweenSteps, policy_here
+from weft.runtime.bypass import Bypass
 from weft.runtime.choose import choose_strategy
+from weft.runtime.carried import Carried
 from weft.runtime.claims import check_claims, claimed_momentum, claims
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
@@ -46,7 +48,7 @@ from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
 from weft.runtime.guard import Guard
 from weft.runtime.pace import Pace
-from weft.runtime.piecewise import Piecewise, obstacle
+from weft.runtime.piecewise import Piecewise, hooked, obstacle
 from weft.runtime.reading import Reading
 from weft.runtime.record import Recorder, Watch, progress_pipe, write_json
 from weft.runtime.saving import Parts
@@ -169,6 +171,7 @@ class Run:
         )
         self._gradients: Gradients | None = None
         self._served: Served | None = None
+        self._bypass: Bypass | None = None
         self._guard = Guard((), (), lossless=True)
         self._model: nn.Module | None = None
         self._followed = False
@@ -257,6 +260,10 @@ class Run:
                 known=known,
             )
             parts.gradients, self._guard = self._gradients, self._gradients.guard
+            self._bypass = self._gradients.bypass = Bypass(model, optimizer, followers, hooked=self._gradients.params)
+            if self._turns.count > 1:
+                self._gradients.carried = Carried(model, optimizer, self._gradients.params)
+                self._turns.dealing = self._gradients.carried.next_turn
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
         elif wrapper is None:
@@ -343,6 +350,8 @@ class Run:
             if self._report and self.folder and self.is_main:
                 write_json(self.folder / "report.json", self._report)
         finally:
+            if self._bypass is not None:
+                self._bypass.close()
             if self._transport.talk is not None:
                 self._transport.talk.close()
             if dist.is_initialized():
@@ -388,6 +397,9 @@ class Run:
                     "step() after a backward inside accumulate() alone; leave the last backward outside of it"
                 )
             self._check_scheduler(optimizer)
+            if self._bypass is not None:
+                self._bypass.check_parameters()
+            self._check_by_hand()
             turns.asked = True
             if not turns.complete:
                 return None
@@ -399,6 +411,8 @@ class Run:
                 self._served.step()
                 self._watch.exchange_ended()
             self._watch.optimizer_began()
+            if self._gradients is not None and (self._gradients.deferred.stepping or hooked(optimizer)):
+                self._gradients.flush()  # a second step, or one that somebody wants to see as a whole
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
                 self._gradients.deferred.step(piecewise.freeze())
@@ -407,15 +421,18 @@ class Run:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
                 result = None
             else:
-                result = step(closure) if closure is not None else step()
+                with self._bypass.stepping() if self._bypass is not None else contextlib.nullcontext():
+                    result = step(closure) if closure is not None else step()
             samples = turns.samples
             turns.stepped()
             self._watch.step_ended(turns.step, samples)
             return result
 
         def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            turns.unstepped = False
             gradients = self._gradients
+            if gradients is not None and gradients.carried is not None and gradients.carried.between:
+                return
+            turns.unstepped = False
             if gradients is not None:
                 if not (gradients.deferred.stepping and set_to_none):
                     gradients.flush()
@@ -441,6 +458,13 @@ class Run:
             self._gradients.check()
         else:
             self._guard.check_alone(self.step)
+
+    def _check_by_hand(self) -> None:
+        """Where no gradients were exchanged since the last step, there should be none."""
+        gradients = self._gradients
+        if gradients is None or self._turns.unstepped or (gradients.carried is not None and gradients.carried.between):
+            return
+        gradients.check_by_hand()
 
     def _flush(self) -> None:
         if self._gradients is not None:
@@ -487,7 +511,7 @@ class Run:
         if self._turns.count == 1:
             return
         self._followed = self._followed or isinstance(follower, LRScheduler)
-        for name in ("step", "update", "unscale_"):
+        for name in ("step", "update", "unscale_", "update_parameters", "zero_grad"):
             act = getattr(follower, name, None)
             if act is not None:
                 setattr(follower, name, self._when_complete(act))
