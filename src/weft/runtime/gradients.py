@@ -164,6 +164,7 @@ class Gradients:
     # --- hooks ------------------------------------------------------------------------------------------------------
 
     def _arrived(self, index: int, param: Tensor) -> None:
+        self._check_late(index, param)
         grad = param.grad
         assert grad is not None
         if grad.is_sparse:
@@ -175,7 +176,6 @@ class Gradients:
                 "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
             )
         if not self.in_backward:
-            self._check_late(index, param)
             self.flush()
             if not self.local:
                 self._check_start(index)

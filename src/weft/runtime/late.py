@@ -25,6 +25,8 @@ class Late(nn.Parameter):
     """An `nn.Parameter` that somebody must wait for."""
 
     _touched: Touched
+    _kind: type[nn.Parameter]
+    """What it is when it is not late."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,12 +64,15 @@ def _outside_transforms() -> AbstractContextManager[Any]:
 
 def delay(parameter: Tensor, touched: Touched) -> None:
     """From now on, whoever touches the parameter is held up by `touched`."""
-    parameter.__class__ = Late
+    if type(parameter) is not Late:
+        parameter._kind = type(parameter)  # type: ignore[attr-defined]
+        parameter.__class__ = Late
     parameter._touched = touched  # type: ignore[attr-defined]
 
 
 def arrive(parameter: Tensor) -> None:
-    """The parameter is an ordinary one again."""
+    """The parameter is what it was before."""
     if type(parameter) is Late:
-        del parameter._touched
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        kind = parameter._kind
+        del parameter._touched, parameter._kind
+        parameter.__class__ = kind  # type: ignore[assignment]

@@ -39,8 +39,8 @@ from weft.runtime.allocator import keep_memory
 from weft.runtime.apart import Apart
 from weft.runtime.between import BetweenSteps, policy_here
 from weft.runtime.bypass import Bypass
-from weft.runtime.choose import choose_strategy
 from weft.runtime.carried import Carried
+from weft.runtime.choose import choose_strategy
 from weft.runtime.claims import check_claims, claimed_momentum, claims
 from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
