@@ -5,6 +5,7 @@ WeftError
 │   ├── SpellingError           a strategy, size or name that cannot be read
 │   ├── Conflict                two answers that cannot stand together
 │   └── JobError                a job, folder, port or machine that cannot be used
+├── PayloadError (ValueError)   bytes from a peer that no compressor of this run has written
 ├── LoopError (RuntimeError)    the training loop did something that would train silently wrong
 └── PeerLost (RuntimeError)     another worker went away; the cause is in that worker's log
 """
@@ -37,6 +38,10 @@ class Conflict(UserError):
 
 class JobError(UserError):
     """A job, folder, port or machine that cannot be used as asked."""
+
+
+class PayloadError(WeftError, ValueError):
+    """A payload from the wire that cannot be decoded; nothing of it was applied."""
 
 
 class LoopError(WeftError, RuntimeError):

@@ -6,10 +6,15 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.pure.test_laws import SHAPES, compressors, dtypes, specs_of, value_of
+from weft import kernels
 from weft.compression import Compressor, Context, Piece, State
+from weft.errors import PayloadError
+from weft.ops import Spec
 from weft.runtime.pushing import heard, said
+from weft.strategy import Strategy
 from weft.transport.mesh import raw
 
 
@@ -29,10 +34,63 @@ def test_a_server_hears_what_was_sent(compression: Compressor, dtype: torch.dtyp
             assert torch.equal(there, mean), (number, step)
 
 
-def test_a_push_with_too_few_parts_is_refused() -> None:
-    from weft.compression.dense import Dense
-    from weft.ops import Spec
+def pushed(text: str, *words: Tensor) -> Tensor:
+    """What a server makes of these words about 100 values, which lie in the middle of 300."""
+    room = torch.full((300,), 7.0)
+    piece = Piece(Spec("w", (100,)), torch.zeros(100), room[100:200])
+    ctx = Context(step=0, rank=0, workers=1)
+    try:
+        heard(Strategy.parse(text).compression, map(raw, words), piece, ctx)
+    finally:
+        assert bool((room[:100] == 7).all()) and bool((room[200:] == 7).all()), "written outside of the parameter"
+    return piece.mean
 
-    spec = Spec("w", (4,))
-    with pytest.raises(ValueError, match="fewer parts"):
-        heard(Dense(), [], Piece(spec, torch.zeros(4), torch.zeros(4)), Context(step=0, rank=0, workers=1))
+
+def whole(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("place", [-(2**31), -1, 100, 150, 2**31 - 1])
+@pytest.mark.parametrize(
+    "text", ["topk(ratio=0.02)", "dgc(ratio=0.02)", "gradient_dropping", "significant", "threshold"]
+)
+def test_a_place_outside_of_the_parameter_is_refused(text: str, place: int) -> None:
+    """The first of two is good, and is not added either."""
+    words: tuple[Tensor, ...] = torch.ones(2), whole(3, place)
+    if text == "threshold":
+        place = place >> 1 if abs(place) > 200 else place
+        words = whole(2), torch.ones(1), whole(6, place * 2)
+    elif text in ("gradient_dropping", "significant"):
+        words = whole(2), torch.empty(0), *words
+    with pytest.raises(PayloadError, match="names place"):
+        pushed(text, *words)
+
+
+@pytest.mark.parametrize("count", [-(2**31), -1, 101, 2**31 - 1])
+@pytest.mark.parametrize("text", ["gradient_dropping", "significant", "threshold", "adacomp"])
+def test_a_count_beyond_the_parameter_is_refused_before_there_is_room_for_it(text: str, count: int) -> None:
+    scale = torch.ones(1 if text in ("threshold", "adacomp") else 0)
+    with pytest.raises(PayloadError, match="announces"):
+        pushed(text, whole(count), scale, torch.ones(1), whole(0))
+
+
+@pytest.mark.parametrize("place", [-1, 100])
+def test_the_kernel_writes_nothing_outside(place: int) -> None:
+    room = torch.zeros(300)
+    fast = kernels.of(room)
+    assert fast is not None, "there is a compiler, and fast paths are not used"
+    with pytest.raises(PayloadError, match="outside"):
+        fast.sparse_add(whole(3, place), torch.ones(2), room[100:200])
+    assert not room.any()
+
+
+def test_a_push_with_other_parts_than_needed_is_refused() -> None:
+    good = torch.ones(100)
+    assert torch.equal(pushed("dense", good), good)
+    with pytest.raises(PayloadError, match="fewer parts"):
+        pushed("dense")
+    with pytest.raises(PayloadError, match="more parts"):
+        pushed("dense", good, good)
+    for size in (0, 1, 99, 101):
+        with pytest.raises(PayloadError, match="bytes where its compressor needs 400"):
+            pushed("dense", torch.ones(size))

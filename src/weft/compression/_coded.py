@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.errors import PayloadError
 from weft.ops import All, Flow, Round, Scatter, Spec
 
 A_ROUND = 16 * 1024
@@ -127,9 +128,13 @@ class Coded(Compressor):
         self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, owed, behind)
 
     def _decode(self, code: Tensor, piece: Piece, range: slice, *, add: bool) -> None:
-        out = piece.mean[range]
-        if out.numel() and not out.is_meta:
-            self.decode(code[: self.size(out.numel(), row(piece.spec))], out, row(piece.spec), add)
+        out, width = piece.mean[range], row(piece.spec)
+        if not out.numel() or out.is_meta:
+            return
+        size = self.size(out.numel(), width)
+        if code.numel() < size:
+            raise PayloadError(f"the code of {piece.spec.name} has {code.numel()} bytes instead of {size}")
+        self.decode(code[:size], out, width, add)
 
     # --- sizes ------------------------------------------------------------------------------------------------------
 

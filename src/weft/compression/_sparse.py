@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.errors import PayloadError
 from weft.ops import All, Flow, Round, Spec, nameable
 
 
@@ -35,9 +36,10 @@ class Sparse(Compressor):
         mine = [places.numel() for places, _ in chosen]
         counts = torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device)
         heads = yield All((counts, self._scales(chosen)))
-        each = [mine if theirs.is_meta else theirs.tolist() for theirs, _ in heads]
+        each = [mine if theirs.is_meta else counted(pieces, theirs) for theirs, _ in heads]
         room = max(map(sum, each))
         everyone = yield All(self._payload(chosen, room))
+        check_places(pieces, [self._places(payload) for payload in everyone], each)
         for piece in pieces:
             piece.mean.zero_()
         for (_, scales), lengths, payload in zip(heads, each, everyone, strict=True):  # in the order of ranks
@@ -75,6 +77,9 @@ class Sparse(Compressor):
             return (torch.nn.functional.pad((places * 2 + torch.signbit(values)).int(), (0, pad)),)
         return torch.nn.functional.pad(values, (0, pad)), torch.nn.functional.pad(places.int(), (0, pad))
 
+    def _places(self, payload: Sequence[Tensor]) -> Tensor:
+        return payload[0] >> 1 if self.signed else payload[1]
+
     def _add(self, pieces: Sequence[Piece], lengths: Sequence[int], scales: Tensor, payload: Sequence[Tensor]) -> None:
         at = 0
         for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
@@ -85,3 +90,28 @@ class Sparse(Compressor):
                 piece.mean.index_add_(0, part[0] >> 1, torch.where((part[0] & 1).bool(), -size, size))
             else:
                 piece.mean.index_add_(0, part[1], part[0])
+
+
+def counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:
+    """How many values of each parameter a payload says it holds; checked before there is room made for them."""
+    found: list[int] = counts.tolist()
+    for piece, count in zip(pieces, found, strict=True):
+        if not 0 <= count <= piece.spec.numel:
+            raise PayloadError(f"a payload announces {count} values of {piece.spec.name}, which has {piece.spec.numel}")
+    return found
+
+
+def check_places(pieces: Sequence[Piece], everyone: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> None:
+    """Refuse places outside of their parameters, of all payloads at once, before any value is added.
+
+    `counts`: how many places each payload names, parameter by parameter; what lies behind them is not looked at.
+    """
+    if pieces[0].mean.is_meta:
+        return
+    places = torch.cat([each[: sum(lengths)] for each, lengths in zip(everyone, counts, strict=True)])
+    sizes = torch.tensor([piece.spec.numel for piece in pieces] * len(everyone))
+    ends = sizes.repeat_interleave(torch.tensor([length for lengths in counts for length in lengths]))
+    outside = (places < 0) | (places >= ends.to(places.device))
+    if outside.any():
+        first = int(outside.nonzero()[0])
+        raise PayloadError(f"a payload names place {int(places[first])} of a parameter with {int(ends[first])} values")

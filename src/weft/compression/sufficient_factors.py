@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.errors import PayloadError
 from weft.ops import All, Flow, Round, Spec, Sum
 
 _CLOSE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -42,7 +43,7 @@ class SufficientFactors(Compressor):
         pieces = bucket.pieces
         mine = [self._rows(piece, ctx) for piece in pieces]
         everyone = yield All((torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device),))
-        counts = [mine if theirs.is_meta else theirs.tolist() for (theirs,) in everyone]
+        counts = [mine if theirs.is_meta else _counted(pieces, theirs) for (theirs,) in everyone]
         rows = [max(each) if min(each) >= 0 else -1 for each in zip(*counts, strict=True)]
         thin = [(p, b) for p, b in zip(pieces, rows, strict=True) if b >= 0 and _pays(p.spec, b, ctx.workers)]
         names = {piece.spec.name for piece, _ in thin}
@@ -85,6 +86,15 @@ class SufficientFactors(Compressor):
         off = (piece.grad.view(piece.spec.shape) @ probe - left.T @ (right @ probe)).abs()
         most = left.abs().T @ (right.abs() @ probe.abs())
         return len(left) if bool((off <= _CLOSE[piece.grad.dtype] * most).all()) else -1
+
+
+def _counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:
+    """How many rows a worker's factors have, parameter by parameter; only a matrix has factors."""
+    found: list[int] = counts.tolist()
+    for piece, rows in zip(pieces, found, strict=True):
+        if rows >= 0 and len(piece.spec.shape) != 2:
+            raise PayloadError(f"a payload announces factors of {piece.spec.name}, which is no matrix")
+    return found
 
 
 def _pays(spec: Spec, batch: int, workers: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.compression._sparse import check_places
 from weft.ops import All, Flow, Round, Spec, nameable
 
 _SAMPLE = 16384
@@ -41,6 +42,7 @@ class Topk(Compressor):
         for piece, value, at in zip(bucket.pieces, values.split(counts), places.split(counts), strict=True):
             self._choose(piece, value, at, ctx)
         payloads = yield All((values, places))
+        check_places(bucket.pieces, [where for _, where in payloads], [counts] * len(payloads))
         for piece in bucket.pieces:
             piece.mean.zero_()
         for theirs, where in payloads:  # in the order of ranks, so that every replica adds alike

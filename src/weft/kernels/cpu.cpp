@@ -550,8 +550,14 @@ void topk_encode(const float *x, i64 n, i64 k, int32_t *candidates, i64 room, in
     for (i64 i = 0; i < k; i++) values[i] = x[places[i]];
 }
 
-void sparse_add(const int32_t *places, const float *values, i64 k, float *out) {
+// Adds values at their places. Places come from the wire: where one lies outside of the n values, nothing is written and the
+// result is 0. A negative place is a large one as an unsigned number.
+int sparse_add(const int32_t *places, const float *values, i64 k, float *out, i64 n) {
+    uint32_t most = 0;
+    for (i64 i = 0; i < k; i++) most = std::max(most, (uint32_t)places[i]);
+    if (k && (most > INT32_MAX || most >= n)) return 0;
     for (i64 i = 0; i < k; i++) out[places[i]] += values[i];
+    return 1;
 }
 
 }  // extern "C"

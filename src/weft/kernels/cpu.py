@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.errors import PayloadError
+
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -42,7 +44,7 @@ _SIGNATURES = {
     "moments": (None, [_P, _I, _P]),
     "places_from": (_I, [_P, _I, _F, _P, _I]),
     "topk_encode": (None, [_P, _I, _I, _P, _I, _P, _P]),
-    "sparse_add": (None, [_P, _P, _I, _P]),
+    "sparse_add": (_N, [_P, _P, _I, _P, _I]),
 }
 
 
@@ -191,4 +193,7 @@ def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -
 
 
 def sparse_add(places: Tensor, values: Tensor, out: Tensor) -> None:
-    _lib().sparse_add(_at(places), _at(values), places.numel(), _at(out))
+    """Add values at their places in `out`; where a place lies outside of it, nothing is added."""
+    assert places.dtype is torch.int32 and places.numel() == values.numel()
+    if not _lib().sparse_add(_at(places), _at(values), places.numel(), _at(out), out.numel()):
+        raise PayloadError(f"a payload names a place outside of the {out.numel()} values that it is for")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Bucket, Compressor, Context, Piece, State
-from weft.errors import LoopError
+from weft.errors import LoopError, PayloadError
 from weft.ops import All, Collective, Flow, Payload, Scatter, Sum
 
 
@@ -32,17 +32,22 @@ def said(compression: Compressor, piece: Piece, state: State, ctx: Context) -> l
 
 
 def heard(compression: Compressor, words: Iterable[memoryview], piece: Piece, ctx: Context) -> None:
-    """Make `piece.mean` of what a worker said: the bytes of its tensors, in the order in which it said them."""
+    """Make `piece.mean` of what a worker said: the bytes of its tensors, in the order in which it said them.
+
+    Raises PayloadError for words that its compressor cannot have said; `piece.mean` is then of no use.
+    """
     given = iter(words)
 
     def answer(op: Collective) -> Any:
         mine = _payload(op)
         theirs = list(itertools.islice(given, len(mine)))
         if len(theirs) < len(mine):
-            raise ValueError("a push has fewer parts than its compressor needs")
+            raise PayloadError("a push has fewer parts than its compressor needs")
         return _alone(op, tuple(_tensor(data, like) for data, like in zip(theirs, mine, strict=True)))
 
     _drive(compression.exchange(Bucket((piece,)), {}, ctx), answer)
+    if next(given, None) is not None:
+        raise PayloadError("a push has more parts than its compressor needs")
 
 
 def _drive(flow: Flow[State], answer: Any) -> None:
@@ -74,8 +79,9 @@ def _alone(op: Collective, payload: Payload) -> Any:
 
 
 def _tensor(data: memoryview, like: Tensor) -> Tensor:
-    """Bytes as a tensor of that kind; as many as there are, where sizes depend on values."""
+    """Bytes as a tensor of that kind and shape."""
+    if len(data) != like.nbytes:
+        raise PayloadError(f"a part of a push has {len(data)} bytes where its compressor needs {like.nbytes}")
     if not len(data):
-        return like.new_empty(0)
-    found = torch.frombuffer(data, dtype=torch.uint8).clone().view(like.dtype)
-    return found.view(like.shape) if found.numel() == like.numel() else found
+        return torch.empty_like(like)
+    return torch.frombuffer(data, dtype=torch.uint8).clone().view(like.dtype).view(like.shape)
