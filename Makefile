@@ -39,6 +39,9 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
 	WEFT_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_messaging.py tests/process/test_servers.py \
 		-k "strangers or liars or garbage or nonsense"
+	WEFT_FUZZ_FRAMES=1000000 WEFT_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+		$(BIN)/python -m pytest -s tests/pure/test_fuzz_wire.py -m "slow or not slow"
 
 gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

@@ -305,7 +305,7 @@ void qsgd_encode(const float *x, i64 n, i64 bucket, int levels, int width, int t
             const float *from = all + (start - first);
             for (i = 0; i < size; i++) {
                 float q = std::floor(std::fabs(from[i]) * factor + uniform((uint32_t)(start + i), key));
-                int32_t level = (int32_t)std::min(q, (float)levels);
+                int32_t level = (int32_t)std::min((float)levels, q);  // in this order NaN, as peers may send it, has a level too
                 codes[i] = (uint8_t)(levels + (std::signbit(from[i]) ? -level : level));
             }
             pack(codes, size, width, out + start / 8 * width);

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
 _FLAGS += ["-fno-trapping-math"]
+_WATCHED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined,float-cast-overflow"]
+_WATCHED += ["-fno-sanitize-recover=all"]
 _P, _I, _F, _N, _K = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_uint32
 _SIGNATURES = {
     "int8_encode": (None, [_P, _I, _I, _P, _P, _P, _N, _N, _K]),
@@ -66,9 +68,14 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def _flags() -> list[str]:
+    """With WEFT_SANITIZE=1, AddressSanitizer and UBSan watch; libasan must then be preloaded into the process."""
+    return [*_FLAGS, *_WATCHED] if os.environ.get("WEFT_SANITIZE") == "1" else _FLAGS
+
+
 def _built(compiler: str) -> Path:
     """The library for this source, compiler and processor, from the user's cache or made there."""
-    about = [_SOURCE.read_bytes(), " ".join([compiler, *_FLAGS]).encode(), _processor().encode()]
+    about = [_SOURCE.read_bytes(), " ".join([compiler, *_flags()]).encode(), _processor().encode()]
     name = f"cpu-{hashlib.sha256(b'/'.join(about)).hexdigest()[:16]}.so"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     if (home / name).exists():
@@ -76,7 +83,7 @@ def _built(compiler: str) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as aside:
         made = Path(aside) / name
-        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        command = [compiler, *_flags(), "-o", str(made), str(_SOURCE)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         os.replace(made, home / name)
     return home / name
