@@ -166,3 +166,10 @@ class Spec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def real(self) -> Spec:
+        """A complex parameter as pairs of real numbers along its last dimension; any other as it is."""
+        if not self.dtype.is_complex:
+            return self
+        *outer, last = self.shape or (1,)
+        return Spec(self.name, (*outer, 2 * last), self.dtype.to_real())

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.pure.test_laws import SHAPES, compressors, dtypes, specs_of, value_of
 from weft import kernels
 from weft.compression import Compressor, Context, Piece, State
-from weft.errors import PayloadError
+from weft.errors import LoopError, PayloadError
 from weft.ops import Spec
 from weft.runtime.pushing import heard, said
 from weft.strategy import Strategy
@@ -32,6 +32,40 @@ def test_a_server_hears_what_was_sent(compression: Compressor, dtype: torch.dtyp
             there = torch.zeros(spec.numel, dtype=dtype)
             heard(compression, map(raw, words), Piece(spec, torch.zeros_like(grad), there), ctx)
             assert torch.equal(there, mean), (number, step)
+
+
+@compressors
+@pytest.mark.parametrize("size", [1e5, 3.3e38])
+def test_a_finite_gradient_is_sent_as_one_or_refused(compression: Compressor, size: float) -> None:
+    """Under fp16 100,000 is infinite; the sentence names parameter and compressor, and the residual stays finite."""
+    spec, grad, state, ctx = Spec("w", (100,)), torch.full((100,), size), State(), Context(step=3, rank=0, workers=1)
+    grad[::2] = -1e-3
+    refusal, there = "", torch.zeros(100)
+    try:
+        words = said(compression, Piece(spec, grad.clone(), torch.empty(100), value=value_of(grad)), state, ctx)
+        heard(compression, map(raw, words), Piece(spec, torch.zeros(100), there), ctx)
+    except LoopError as error:
+        refusal = str(error)
+    assert bool(torch.isfinite(there).all())
+    assert bool(refusal) is ("fp16" in str(compression)) or size > 1e38
+    assert not refusal or refusal.startswith(f"{compression} makes values that are not finite of the gradient of w, at")
+    assert all(bool(torch.isfinite(kept).all()) for memory in state.values() for kept in memory.values())
+
+
+@compressors
+@pytest.mark.parametrize("shape", [(), (12,), (6, 5), (2, 3, 4)], ids=str)
+def test_complex_gradients_are_pairs_of_real_ones(compression: Compressor, shape: tuple[int, ...]) -> None:
+    """Real and imaginary parts arrive as the same numbers do in a parameter of twice as many real values."""
+    spec, ctx = Spec("w", shape, torch.complex64), Context(step=0, rank=0, workers=1)
+    grad = torch.randn(spec.numel, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    found = []
+    for each, sent in ((spec, grad), (spec.real(), torch.view_as_real(grad).reshape(-1))):
+        mean, there = torch.empty_like(sent), torch.zeros_like(sent)
+        words = said(compression, Piece(each, sent.clone(), mean, value=torch.zeros_like(sent)), {}, ctx)
+        heard(compression, map(raw, words), Piece(each, torch.zeros_like(sent), there), ctx)
+        assert torch.equal(there, mean)
+        found.append(there)
+    assert found[0].dtype is torch.complex64 and torch.equal(found[0].view(torch.float32), found[1])
 
 
 def pushed(text: str, *words: Tensor) -> Tensor:

@@ -42,6 +42,15 @@ class Piece:
             return self
         return replace(self, grad=self.owed.add_(self.grad), behind=False, fresh=self.grad)
 
+    def real(self) -> Piece:
+        """The same memory, in which complex values are pairs of real ones: compressors know real numbers alone."""
+        if not self.spec.dtype.is_complex:
+            return self
+        assert self.owed is None, "pieces are made real before anybody keeps account"
+        spec = self.spec.real()
+        value = self.value.view(spec.dtype) if self.value is not None else None
+        return Piece(spec, self.grad.view(spec.dtype), self.mean.view(spec.dtype), value=value)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -50,6 +59,13 @@ class Bucket:
     pieces: tuple[Piece, ...]
     flat: Tensor | None = None
     """All of the pieces' `grad` as one tensor, where they lie side by side and are their own `mean`."""
+
+    def real(self) -> Bucket:
+        """The same bucket for a compressor, which knows real numbers alone."""
+        if not self.pieces[0].spec.dtype.is_complex:
+            return self
+        pieces = tuple(piece.real() for piece in self.pieces)
+        return Bucket(pieces, self.flat.view(pieces[0].spec.dtype) if self.flat is not None else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +103,10 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Answer, ABC):
-    """How a bucket's gradients become payloads and their mean comes back."""
+    """How a bucket's gradients become payloads and their mean comes back.
+
+    Gradients are real: whoever calls hands over `bucket.real()` and `spec.real()`.
+    """
 
     axis: ClassVar[str] = "compression"
     lossless: ClassVar[bool] = False

@@ -56,7 +56,7 @@ class Engine:
 
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
         """What a bucket of these parameters exchanges."""
-        return self.compression.rounds(specs, self.transport.layout.workers)
+        return self.compression.rounds([spec.real() for spec in specs], self.transport.layout.workers)
 
     # --- for the loop -----------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class _Passage:
                 momentum=engine.momentum,
                 rooms=engine.rooms,
             )
-            self.flows.append(engine.compression.exchange(mine, state, ctx))
+            self.flows.append(engine.compression.exchange(mine.real(), state, ctx))
         self._resume([None] * len(self.flows))
         engine.spans.encode.append((begun, engine.clock.stamp()))
 

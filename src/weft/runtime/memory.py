@@ -162,7 +162,7 @@ def _fresh(param: Tensor) -> Tensor:
 
 def _alike(grad: Tensor, param: Tensor) -> bool:
     """Whether a gradient is dense memory in the layout that every rank gives this parameter."""
-    return _dense(param) and grad.stride() == param.stride() and grad.dtype == param.dtype
+    return _dense(param) and grad.stride() == param.stride() and grad.dtype == param.dtype and not grad.is_conj()
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -17,17 +17,29 @@ from torch import Tensor
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import LoopError, PayloadError
 from weft.ops import All, Collective, Flow, Payload, Scatter, Sum
+from weft.runtime.guard import finite
 
 
 def said(compression: Compressor, piece: Piece, state: State, ctx: Context) -> list[Tensor]:
-    """What a worker says to everyone about one gradient; `piece.mean` becomes what that comes to."""
+    """What a worker says to everyone about one gradient; `piece.mean` becomes what that comes to.
+
+    Raises LoopError where what a finite gradient comes to is not finite; nothing of that stays in `state`.
+    """
     words: list[Tensor] = []
 
     def answer(op: Collective) -> Any:
         words.extend(part.clone(memory_format=torch.contiguous_format) for part in _payload(op))
         return _alone(op, _payload(op))
 
-    _drive(compression.exchange(Bucket((piece,)), state, ctx), answer)
+    _drive(compression.exchange(Bucket((piece.real(),)), state, ctx), answer)
+    if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
+        for kept in state.get(piece.spec.name, {}).values():
+            kept.nan_to_num_(0.0, 0.0, 0.0)
+        raise LoopError(
+            f"{compression} makes values that are not finite of the gradient of {piece.spec.name}, at step "
+            f"{ctx.step + 1}: use cast(dtype=bf16), which has the range of float32, clip gradients, or lower the "
+            "learning rate"
+        )
     return words
 
 
@@ -45,7 +57,7 @@ def heard(compression: Compressor, words: Iterable[memoryview], piece: Piece, ct
             raise PayloadError("a push has fewer parts than its compressor needs")
         return _alone(op, tuple(_tensor(data, like) for data, like in zip(theirs, mine, strict=True)))
 
-    _drive(compression.exchange(Bucket((piece,)), {}, ctx), answer)
+    _drive(compression.exchange(Bucket((piece.real(),)), {}, ctx), answer)
     if next(given, None) is not None:
         raise PayloadError("a push has more parts than its compressor needs")
 

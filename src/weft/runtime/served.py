@@ -136,7 +136,7 @@ class Served:
         """A gradient times this worker's share, flat, and looked at; where that can be, in one pass over memory."""
         if grad.is_sparse or grad.is_cuda or grad.dtype not in LOOKED_AT:
             self._check(name, grad)
-            return grad.reshape(-1).mul_(self.turns.share)
+            return grad.resolve_conj().reshape(-1).mul_(self.turns.share)
         flat = grad.reshape(-1)
         if not weigh(flat, self.turns.share):
             check_finite(name, flat, self.turns.step)
