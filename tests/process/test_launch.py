@@ -120,9 +120,59 @@ def test_a_killed_worker_is_named(scratch: Path) -> None:
     assert "process 1 of the run was ended by SIGKILL" in done.stderr
 
 
+LEAVES = "if i == 3 and run.rank == {rank}: open('left', 'w').write(str(subprocess.Popen(['sleep', '100']{how}).pid))"
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "then", "status"),
+    [
+        (0, "", "", 0),
+        (0, ", start_new_session=True", "", 0),
+        (1, "", "; os.kill(os.getpid(), signal.SIGKILL)", 1),
+        (1, ", start_new_session=True", "; os.kill(os.getpid(), signal.SIGKILL)", 1),
+    ],
+    ids=["ends", "ends and leaves a daemon", "is killed", "is killed and leaves a daemon"],
+)
+def test_a_process_that_holds_the_output_does_not_hold_the_launcher(
+    scratch: Path, rank: int, how: str, then: str, status: int
+) -> None:
+    body = "import subprocess\n    " + LEAVES.format(rank=rank, how=how) + then
+    command = [*WEFT, "train", str(script(scratch, body)), "-n", "2"]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=60, check=False)
+    if how:  # it left the process group, and is nobody's but the job's
+        os.kill(int((scratch / "left").read_text()), signal.SIGKILL)
+    assert done.returncode == status, done.stderr
+    assert ("process 1 of the run was ended by SIGKILL" in done.stderr) == bool(status)
+
+
+ORPHANED = """
+import ctypes, pathlib, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come here, as they do under a supervisor
+run = subprocess.Popen(sys.argv[1:])
+while not pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text():
+    time.sleep(0.005)
+run.kill()  # its process is still starting
+run.wait()
+"""
+
+
+def test_a_launcher_killed_at_once_leaves_no_process_under_a_supervisor(scratch: Path) -> None:
+    path = script(scratch, "time.sleep(0.05)", call="steps=4000")
+    command = [sys.executable, "-c", ORPHANED, *WEFT, "train", str(path)]
+    with subprocess.Popen(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervisor:
+        supervisor.wait(timeout=60)
+    left = not gone(scratch)
+    for process in children_of(scratch):
+        os.kill(process, signal.SIGKILL)
+    for leftover in (scratch / "tmp").glob("weft-*"):
+        shutil.rmtree(leftover)
+    assert not left
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_launcher(scratch: Path, number: signal.Signals) -> None:
-    path = script(scratch, "time.sleep(0.05); print('alive', flush=True)", call="steps=4000")
+    own = "import subprocess; i or subprocess.Popen(['sleep', '100'])  # a process of the job's own"
+    path = script(scratch, f"{own}\n    time.sleep(0.05); print('alive', flush=True)", call="steps=4000")
     run = subprocess.Popen(
         [*WEFT, "train", str(path), "-n", "2"], cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -138,6 +188,54 @@ def test_nothing_outlives_the_launcher(scratch: Path, number: signal.Signals) ->
             shutil.rmtree(leftover)
     else:
         assert run.returncode in (130, 143)
+
+
+def test_sigterm_to_every_process_saves(scratch: Path) -> None:
+    """As systemd and Slurm send it: servers stay until their workers have saved."""
+    path = script(scratch, "time.sleep(0.05); print('alive', flush=True)", call="steps=4000")
+    command = [*WEFT, "train", str(path), "-n", "2", "--strategy", "bsp / parameter_server", "--out", "run"]
+    run = subprocess.Popen(command, cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "alive" in line:
+            break
+    for process in {run.pid, *children_of(scratch)}:
+        os.kill(process, signal.SIGTERM)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 143, said
+    assert "stopped, after it was saved" in said
+    assert list((scratch / "run/checkpoints").glob("step-*"))
+
+
+def test_a_progress_bar_is_shown_as_it_ends(scratch: Path) -> None:
+    body = "i == 3 and sys.stdout.write('\\r10%' + 99_999 * '\\r20%' + '\\r100%\\r\\n')"
+    done = weft("train", script(scratch, body), cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert "[0] 100%\n" in done.stdout and "20%" not in done.stdout
+
+
+def test_a_pipe_in_the_temporary_folder_holds_up_nobody(scratch: Path) -> None:
+    (scratch / "tmp/weft-x").mkdir()
+    os.mkfifo(scratch / "tmp/weft-x/lock")
+    command = [*WEFT, "train", str(script(scratch)), "-n", "1"]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=60, check=False)
+    shutil.rmtree(scratch / "tmp/weft-x")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_killed_launcher_left_goes_with_the_next(scratch: Path) -> None:
+    (scratch / "tmp/weft-x").mkdir()
+    (scratch / "tmp/weft-x/lock").touch()
+    assert weft("train", script(scratch), cwd=scratch).returncode == 0
+    assert not (scratch / "tmp/weft-x").exists()
+
+
+def test_a_save_that_fails_on_another_rank_is_told(scratch: Path) -> None:
+    body = "if run.rank == 1: import weft.runtime.saving as saving; saving.contribute = full"
+    path = script(scratch, body)
+    path.write_text("def full(*_): raise OSError(28, 'No space left on device')\n" + path.read_text())
+    done = weft("train", path, "-n", 2, "--save-every", 2, cwd=scratch, WEFT_TIMEOUT_S="4")
+    assert "[1] the checkpoint of step 2 was not written: No space left on device" in done.stderr + done.stdout
 
 
 BAD = {

@@ -21,7 +21,7 @@ from subprocess import PIPE
 import torch
 import torch.distributed as dist
 
-from weft.runtime.child import die_with_parent
+from weft.runtime.processes import die_with_parent
 from weft.runtime.world import World
 from weft.units import bytes_text
 
@@ -153,7 +153,7 @@ def meeting() -> Check:
 def _meet(store: str) -> str:
     """What went wrong; nothing if they met."""
     code = "import sys; from weft.cli._checks import meet; meet(int(sys.argv[1]), sys.argv[2])"
-    env = os.environ | {"WEFT_LAUNCHER": str(int(os.getpid() == 1)), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"WEFT_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
     until = time.monotonic() + _MEET_S
     pair = []
     try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +18,7 @@ from weft.cli import app
 from weft.errors import JobError, PeerLost, UserError
 from weft.runtime.desk import reach, take_seat
 from weft.runtime.launch import find_job
+from weft.runtime.processes import ended, signal_group
 from weft.transport.messaging import Key, Stranger
 
 _REPLY_S = 60.0
@@ -41,20 +45,23 @@ def join(
         raise JobError(
             f"no run answers at {address} from {here} ({error}); see that it is up, and --network alike"
         ) from None
-    script = find_job(str(job) if job is not None else seat["job"])
-    what = f"server {seat['env']['WEFT_SERVER']}" if "WEFT_SERVER" in seat["env"] else f"worker {seat['env']['RANK']}"
-    typer.echo(f"{here} is {what} of {script.stem}, {seat['env']['WEFT_CLI_STRATEGY']}")
-    env = os.environ | seat["env"] | {"WEFT_DESK": address, "WEFT_KEY_FILE": str(key_file.absolute())}
-    command = [sys.executable, "-m", "weft.runtime.child", str(script), *seat["args"]]
-    process = subprocess.Popen(command, env=env)
+    script = find_job(str(job) if job is not None else seat.job)
+    what = f"server {seat.env['WEFT_SERVER']}" if "WEFT_SERVER" in seat.env else f"worker {seat.env['RANK']}"
+    typer.echo(f"{here} is {what} of {script.stem}, {seat.env['WEFT_CLI_STRATEGY']}")
+    typer.echo(f"runs {shlex.join([str(script.absolute()), *seat.args])}")
+    env = os.environ | seat.env | {"WEFT_DESK": address, "WEFT_KEY_FILE": str(key_file.absolute())}
+    env |= {"WEFT_NETWORK": network, "WEFT_LAUNCHER": str(os.getpid())}
+    command = [sys.executable, "-m", "weft.runtime.child", str(script), *seat.args]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        status = process.wait()
+        while not ended(process):
+            time.sleep(0.05)
     finally:
-        process.kill()
+        signal_group(process, signal.SIGKILL)
         process.wait()
         desk.close()
-    if status:
-        raise typer.Exit(1 if status < 0 else status)
+    if process.returncode:
+        raise typer.Exit(1 if process.returncode < 0 else process.returncode)
 
 
 @app.command()

@@ -143,7 +143,7 @@ class Cluster:
             return ()
         address = self.ask("describe")["addresses"][chosen[0]]
         env = {"MASTER_ADDR": address, "MASTER_PORT": str(_RENDEZVOUS_PORT), "WEFT_STORE": ""}
-        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0", "WEFT_LAUNCHER": "1"}
+        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0", "WEFT_LAUNCHER": "0"}
         env |= {"WEFT_NETWORK": "trusted"}
         env |= {"OMP_NUM_THREADS": str(self.threads)}
         return tuple(Seat(enter=self.command(host), env=env) for host in chosen)

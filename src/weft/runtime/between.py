@@ -21,6 +21,7 @@ from weft.errors import UserError
 from weft.ops import Spec
 from weft.profile import Seen
 from weft.runtime.gradients import Known
+from weft.runtime.processes import LEFT
 from weft.runtime.reading import Epoch, Reading
 from weft.runtime.record import Recorder, Watch, append_line, lines_in, writing
 from weft.runtime.saving import (
@@ -44,8 +45,6 @@ from weft.transport.collective import Layout, Processes
 
 log = logging.getLogger(__name__)
 
-LEFT = 128 + signal.SIGTERM
-"""The exit status of a run that was asked to leave, and could save before it did."""
 _SHARED_WITHIN_S = 3.0
 
 

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import runpy
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
 from weft.errors import JobError, UserError
-from weft.runtime import worker
-from weft.runtime.between import LEFT
-
-
-def die_with_parent() -> None:
-    """Nobody outlives the launcher, not even when it is killed (Linux; elsewhere the launcher must end us)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1 and os.environ.get("WEFT_LAUNCHER") != "1":
-            os._exit(1)
+from weft.runtime.processes import LEFT, die_with_parent, end_group_with_parent
 
 
 def main() -> None:
     die_with_parent()
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("weft").setLevel(level)
+    end_group_with_parent()
+    from weft.runtime import worker  # imports torch, which takes seconds
+
+    _show_log()
     job = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(job).absolute().parent)
@@ -60,6 +50,16 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # peers may be gone: no goodbyes
+
+
+def _show_log() -> None:
+    """Everything from process 0. The others would say the same again, but for what becomes of their part of a save."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("weft").setLevel(logging.INFO)
+    else:
+        logging.getLogger("weft").setLevel(logging.ERROR)
+        logging.getLogger("weft.runtime.saving").setLevel(logging.WARNING)
 
 
 def _own_traceback(error: BaseException) -> str:

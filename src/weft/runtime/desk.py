@@ -14,9 +14,10 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import UserError
+from weft.errors import JobError, UserError
 from weft.transport.messaging import Client, Key, Request, Server
 
 _SERVER = struct.Struct("!I")
@@ -28,6 +29,21 @@ class Verb(enum.IntEnum):
     HERE = 1
     WHERE = 2
     SEAT = 3
+
+
+TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_WORKERS", "WEFT_SERVER", "WEFT_DESK"}
+TOLD |= {"WEFT_JOB", "WEFT_CLI_STRATEGY", "WEFT_STEPS", "WEFT_SEED", "WEFT_DEVICE", "WEFT_SHARE_GPUS", "WEFT_NETWORK"}
+TOLD |= {"WEFT_OUT", "WEFT_TRACE", "WEFT_RESUME", "WEFT_SAVE_EVERY", "WEFT_KEEP_LAST", "WEFT_KEEP_EVERY"}
+"""The environment variables that a seat may set. None of them makes a process import or load anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seating:
+    """What a process that joins runs: a job, its arguments, and the environment that says which part it has."""
+
+    job: str
+    args: tuple[str, ...]
+    env: dict[str, str]
 
 
 class Desk:
@@ -93,9 +109,9 @@ class Desk:
             self.vacate(rank)
 
 
-def reach(address: str, key: Key, name: str, *, encrypted: bool) -> Client:
+def reach(address: str, key: Key, name: str, *, encrypted: bool, retry_s: float = 30.0) -> Client:
     """The desk of a run, from elsewhere."""
-    return Client(parse_address(address), key, name, encrypted=encrypted, most_bytes=1 << 20, retry_s=30.0)
+    return Client(parse_address(address), key, name, encrypted=encrypted, most_bytes=1 << 20, retry_s=retry_s)
 
 
 def say_here(desk: Client, server: int, address: str, timeout_s: float) -> None:
@@ -106,10 +122,24 @@ def ask_where(desk: Client, server: int, timeout_s: float) -> str:
     return bytes(desk.ask(Verb.WHERE, [memoryview(_SERVER.pack(server))]).wait(timeout_s)[0]).decode()
 
 
-def take_seat(desk: Client, timeout_s: float) -> dict[str, Any]:
-    """What to run, and as whom."""
-    found: dict[str, Any] = json.loads(bytes(desk.ask(Verb.SEAT, once=True).wait(timeout_s)[0]))
-    return found
+def take_seat(desk: Client, timeout_s: float) -> Seating:
+    """What to run, and as whom. Refuses any environment variable that is not in TOLD."""
+    said = bytes(desk.ask(Verb.SEAT, once=True).wait(timeout_s)[0])
+    try:
+        found = json.loads(said)
+        seating = Seating(job=found["job"], args=tuple(found["args"]), env=dict(found["env"]))
+        texts = [seating.job, *seating.args, *seating.env, *seating.env.values()]
+        strangers = sorted(set(seating.env) - TOLD)
+        if not all(isinstance(text, str) for text in texts) or not {"RANK", "WEFT_CLI_STRATEGY"} <= set(seating.env):
+            raise ValueError("a job, its arguments and its environment are texts")
+    except (KeyError, TypeError, ValueError) as error:
+        raise JobError(f"the run's seat cannot be read ({error}); use the same version of Weft on both sides") from None
+    if strangers:
+        raise JobError(
+            f"the run wants to set {', '.join(strangers)} here, which no run needs; see that the address is right, and "
+            "use the same version of Weft on both sides"
+        )
+    return seating
 
 
 def parse_address(text: str) -> tuple[str, int]:

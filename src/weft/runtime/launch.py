@@ -12,6 +12,7 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,14 +29,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft import jobs
 from weft.errors import JobError, UserError, WeftError, nearest
-from weft.runtime.between import LEFT
 from weft.runtime.desk import Desk, parse_address
+from weft.runtime.processes import LEFT, ended, signal_group
 from weft.runtime.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.messaging import Key
 
 _GRACE_S = 2.0
+_DRAIN_S = 1.0
+_LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,14 @@ class _Child:
     missed: bool = False
     """Whether it was said that the others go on without it."""
     rest: dict[int, bytes] = field(default_factory=dict)
+    """By pipe: the beginning of a line whose end is still to come."""
     ended: bool = False
+    """Whether its end was noticed."""
+
+    def over(self) -> bool:
+        """Whether it has ended, and with it whatever it started."""
+        self.ended = self.ended or ended(self.process)
+        return self.ended
 
 
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
@@ -211,9 +221,9 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
         with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
             _attend(children, pipe, on_line, on_progress, spec.forgoes, desk)
         if asked.is_set():
-            saved = all(child.process.poll() in (0, LEFT) for child in children)
+            saved = all(child.process.returncode in (0, LEFT) for child in children)
             raise LeftError("stopped, after it was saved" if saved else "stopped, before it could be saved")
-        failed = [child for child in children if child.process.poll() != 0]
+        failed = [child for child in children if child.process.returncode != 0]
         if spec.forgoes and len(failed) < spec.workers and not any(child.server for child in failed):
             return  # whoever was lost, others went on to the end
         _judge(children, folder)
@@ -228,9 +238,11 @@ def _scratch() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "held").rename(folder / "lock")
             for left in folder.parent.glob("weft-*/lock"):
-                with suppress(OSError), left.open("rb") as other:
-                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left.parent, ignore_errors=True)
+                with suppress(OSError), os.fdopen(os.open(left, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)) as other:
+                    about = os.fstat(other.fileno())
+                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # nobody else's, and no pipe
+                        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(left.parent, ignore_errors=True)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -256,7 +268,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
         rank = spec.node_rank * ((spec.count + spec.servers) // spec.nodes) + local
         env = {**os.environ, **meeting, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(min(here, spec.count))}
         env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        env |= {"WEFT_LAUNCHER": str(int(os.getpid() == 1)), "WEFT_WORD": str(folder)}
+        env |= {"WEFT_LAUNCHER": str(os.getpid()), "WEFT_WORD": str(folder)}
         said = _said(spec, job, rank) | {
             "WEFT_PROGRESS_FD": progress if rank == 0 else None,
             "WEFT_KEY_FILE": key_file,
@@ -391,7 +403,7 @@ def _attend(
         for pipe in (child.process.stdout, child.process.stderr):
             assert pipe is not None
             pipes.register(pipe, selectors.EVENT_READ, child)
-    while any(not child.ended for child in children):
+    while not all(child.over() for child in children):
         for key, _ in pipes.select(timeout=0.1):
             chunk = os.read(key.fd, 65536)
             speaker: _Child | None = key.data
@@ -403,10 +415,8 @@ def _attend(
                     on_progress(json.loads(line))
             else:
                 _relay(speaker, key.fd, chunk, on_line)
-        for child in children:
-            child.ended = child.ended or child.process.poll() is not None
-        failed = [child for child in children if child.process.returncode not in (None, 0, LEFT)]
-        if forgoes and any(child.process.poll() in (None, 0) for child in children if not child.server):
+        failed = [child for child in children if child.over() and child.process.returncode not in (0, LEFT)]
+        if forgoes and any(child.process.returncode in (None, 0) for child in children if not child.server):
             for child in failed:
                 if not child.server and not child.missed:
                     child.missed = True
@@ -416,8 +426,7 @@ def _attend(
             failed = [child for child in failed if child.server]
         if failed:
             time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
-            _drain(children, pipes, on_line)
-            return
+            break
     _drain(children, pipes, on_line)
 
 
@@ -435,8 +444,9 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
         asked.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
-            if child.process.poll() is None and not child.server:  # servers leave when all workers have
-                child.process.send_signal(signal.SIGTERM)
+            if child.process.returncode is None and not child.server:  # servers leave when all workers have
+                with suppress(ProcessLookupError):
+                    os.kill(child.process.pid, signal.SIGTERM)
 
     def over(*_: Any) -> None:
         raise LeftError(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
@@ -451,26 +461,43 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
 
 
 def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
-    """What is still in the pipes of processes that have ended."""
+    """Relay what processes that have ended left in their pipes.
+
+    Their groups have ended as well. A process that has left its group may hold a pipe open, which is not waited for.
+    """
+    over = {child.rank for child in children if child.over()}
     for key in list(pipes.get_map().values()):
-        if key.data is not None and key.data.process.poll() is not None:
-            while chunk := os.read(key.fd, 65536):
-                _relay(key.data, key.fd, chunk, on_line)
-            _relay(key.data, key.fd, b"", on_line)
+        if key.data is None or key.data.rank not in over:
+            pipes.unregister(key.fileobj)
+    until = time.monotonic() + _DRAIN_S
+    while pipes.get_map() and (left := until - time.monotonic()) > 0:
+        for key, _ in pipes.select(timeout=left):
+            chunk = os.read(key.fd, 65536)
+            if not chunk:
+                pipes.unregister(key.fileobj)
+            _relay(key.data, key.fd, chunk, on_line)
+    for key in pipes.get_map().values():
+        _relay(key.data, key.fd, b"", on_line)
 
 
 def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
+    """Hand on every whole line, as a terminal would show it in the end: a carriage return goes back to its start.
+
+    An empty chunk is the end. What a progress bar has overwritten is not kept, and a very long line comes in pieces.
+    """
     *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
-    if not chunk and rest:
-        lines, rest = [*lines, rest], b""
+    rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+    while len(rest) > _LONGEST_LINE or (rest and not chunk):
+        lines.append(rest[:_LONGEST_LINE])
+        rest = rest[_LONGEST_LINE:]
     child.rest[fd] = rest
     for line in lines:
-        on_line(child.rank, line.decode(errors="replace"))
+        on_line(child.rank, line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
 def _how(child: _Child) -> str:
     """How a process ended."""
-    status = child.process.poll() or 0
+    status = child.process.returncode or 0
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
 
 
@@ -478,7 +505,7 @@ def _judge(children: list[_Child], folder: Path) -> None:
     """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
     words = {}
     for child in children:
-        status = child.process.poll()
+        status = child.process.returncode if child.over() else None
         file = folder / f"{child.rank}.json"
         if file.exists():
             words[child.rank] = json.loads(file.read_text(encoding="utf-8"))
@@ -495,25 +522,16 @@ def _judge(children: list[_Child], folder: Path) -> None:
 
 
 def _end(children: list[_Child]) -> None:
-    """Ask, wait, and then insist; each process leads a session, so its own children go with it."""
-    for number, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-        alive = [child for child in children if child.process.poll() is None]
-        for child in alive:
-            _signal_group(child, number)
-        until = time.monotonic() + patience
-        while alive and time.monotonic() < until:
-            alive = [child for child in alive if child.process.poll() is None]
+    """Ask, wait, and then insist. Servers have nothing to save, and are not asked."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if not child.over():
+                signal_group(child.process, signal.SIGKILL if child.server else number)
+        until = time.monotonic() + _GRACE_S
+        while not all(child.over() for child in children) and time.monotonic() < until:
             time.sleep(0.02)
     for child in children:
-        _signal_group(child, signal.SIGKILL)
         child.process.wait()
         for pipe in (child.process.stdout, child.process.stderr):
             if pipe is not None:
                 pipe.close()
-
-
-def _signal_group(child: _Child, number: signal.Signals) -> None:
-    try:
-        os.killpg(child.process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # already gone

@@ -110,6 +110,16 @@ class Proxy:
         """Steps of the first bundle."""
         return max(0, self.bundles[0].version)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every worker of the group has come."""
+        return len(self._present) + self._left == self.workers
+
+    @property
+    def attended(self) -> bool:
+        """Whether a worker is here."""
+        return bool(self._present)
+
     def close(self) -> None:
         """Stop serving."""
         self._inbox.put(None)

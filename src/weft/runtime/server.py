@@ -13,8 +13,11 @@ import logging
 import os
 import queue
 import random
+import signal
 import socket
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +32,7 @@ from weft.ops import Spec
 from weft.runtime.allocator import keep_memory
 from weft.runtime.asking import Servers
 from weft.runtime.kept import Kept, part_optimizer
+from weft.runtime.processes import LEFT
 from weft.runtime.proxy import Proxy
 from weft.runtime.record import write_json
 from weft.runtime.serving import Loss, ParameterServer
@@ -41,6 +45,7 @@ from weft.transport.messaging import Client, Key
 log = logging.getLogger(__name__)
 
 _MEET_S = 300.0
+_DESK_RETRY_S = 10.0
 
 _ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 _ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
@@ -139,11 +144,15 @@ class ServerRun:
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         keeps = index < self.strategy.topology.keepers(self.workers)
         server = (self._keeper if keeps else self._proxy)(index, model, optimizer, losses.put)
-        self.world.announce(index, server.address)
+        asked = _asked_to_leave()
         try:
-            while not server.over.wait(0.1):
-                if not losses.empty():
-                    self._lost(losses.get())
+            with self._announced(index, server) as check_launcher:
+                while not server.over.wait(0.1):
+                    if not losses.empty():
+                        self._lost(losses.get())
+                    if asked.is_set() and not server.attended:
+                        raise SystemExit(LEFT)
+                    check_launcher()
             if isinstance(server, Proxy):
                 server.upstream.leave(_MEET_S)
         finally:
@@ -151,6 +160,24 @@ class ServerRun:
                 write_json(Path(out) / f"server-{index}.json", server.tally.row(index, server.version))
         server.close()
         raise SystemExit(0)
+
+    @contextmanager
+    def _announced(self, index: int, server: ParameterServer | Proxy) -> Iterator[Callable[[], None]]:
+        """Say where this server listens. Gives a check that fails if the launcher ends before every worker has come."""
+        self.world.announce(index, server.address)
+        if not self.world.desk:
+            yield lambda: None
+            return
+        with self.world.at_desk(_DESK_RETRY_S) as desk:
+
+            def check() -> None:
+                try:
+                    desk.check()
+                except PeerLost as error:
+                    if not server.complete:
+                        raise PeerLost(f"the run ended before every worker had come: {error}") from None
+
+            yield check
 
     def _keeper(
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
@@ -211,6 +238,14 @@ class ServerRun:
 
     def __getattr__(self, name: str) -> Any:
         raise LoopError(f"run.{name} was used before run.distribute(), which servers do not come past; move it below")
+
+
+def _asked_to_leave() -> threading.Event:
+    """Set by SIGTERM. Workers save their run with the help of servers, so servers wait until no worker is left."""
+    asked = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    return asked
 
 
 def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:

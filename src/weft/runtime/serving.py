@@ -179,6 +179,16 @@ class ParameterServer:
         """Updates of the first bundle."""
         return self.bundles[0].holder.version
 
+    @property
+    def complete(self) -> bool:
+        """Whether every worker has come."""
+        return len(self._came) == self.workers
+
+    @property
+    def attended(self) -> bool:
+        """Whether a worker is here."""
+        return len(self._came) > len(self._gone)
+
     def close(self) -> None:
         """Stop serving."""
         self._inbox.put(None)
@@ -319,7 +329,7 @@ class ParameterServer:
         self._answer_tellings()
 
     def _look_who_is_left(self) -> None:
-        if len(self._came) == self.workers == len(self._gone):
+        if self.complete and not self.attended:
             self.over.set()
 
     def _answer_tellings(self) -> None:

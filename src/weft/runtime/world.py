@@ -158,7 +158,7 @@ class World:
         """Say where a server listens."""
         text = "{}:{}".format(*address)
         if self.desk:
-            with self._at_desk() as desk:
+            with self.at_desk() as desk:
                 say_here(desk, server, text, _DESK_S)
             return
         if not self.meeting:
@@ -172,7 +172,7 @@ class World:
         """A server's address, once it is there."""
         late = PeerLost(f"server {server} did not come up within {timeout_s:g} s; its own message says why")
         if self.desk:
-            with self._at_desk() as desk:
+            with self.at_desk() as desk:
                 text = ask_where(desk, server, timeout_s)
         elif not self.meeting:
             try:
@@ -189,9 +189,10 @@ class World:
         host, _, port = text.rpartition(":")
         return host, int(port)
 
-    def _at_desk(self) -> contextlib.closing[Client]:
-        name = f"process {self.process} of {socket.gethostname()}"
-        return contextlib.closing(reach(self.desk, Key.read(Path(self.key_file)), name, encrypted=not self.trusted))
+    def at_desk(self, retry_s: float = 30.0) -> contextlib.closing[Client]:
+        """A link to the launcher's desk."""
+        name, key = f"process {self.process} of {socket.gethostname()}", Key.read(Path(self.key_file))
+        return contextlib.closing(reach(self.desk, key, name, encrypted=not self.trusted, retry_s=retry_s))
 
     def _book(self, timeout_s: float = 60.0) -> TCPStore:
         """The launcher's own store, where there is no folder that all see."""

@@ -1,0 +1,84 @@
+"""Process groups: a launcher ends whatever a process of its run has started, and all of it ends with the launcher.
+
+Each process of a run leads a process group of its own. Its side of this imports nothing heavy, since it comes before
+`import torch`: a launcher may be killed while its processes still start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+LEFT = 128 + signal.SIGTERM
+"""The exit status of a run that was asked to leave, and could save before it did."""
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, even by SIGKILL (Linux; elsewhere the parent must do it).
+
+    WEFT_LAUNCHER is the parent's process id as this process sees it. Another parent means that it has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get("WEFT_LAUNCHER", str(os.getppid())) != str(os.getppid()):
+            os._exit(1)
+
+
+def end_group_with_parent() -> None:
+    """End the rest of this process group with the parent too: children do not inherit the death signal.
+
+    A small process waits for the parent's end. It belongs to the group, so the group's number cannot become another's.
+    """
+    if sys.platform != "linux" or os.getpgrp() != os.getpid() or os.getppid() == 0:
+        return  # another's group, or a parent outside of this process namespace, which ends with its first process
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except (AttributeError, OSError):
+        return  # an old kernel: this process itself still ends with its parent
+    between = os.fork()
+    if between:
+        os.close(parent)
+        os.waitpid(between, 0)
+    elif os.fork():  # the job is not to have a child that it did not start
+        os._exit(0)
+    else:
+        _watch(parent)
+
+
+def _watch(parent: int) -> None:
+    """Wait for the end of a process, and end this process group."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"weft-watch")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(0, parent)
+        os.closerange(parent + 1, os.sysconf("SC_OPEN_MAX"))
+        waiting = select.poll()
+        waiting.register(parent, select.POLLIN)
+        waiting.poll()
+        os.kill(0, signal.SIGKILL)
+    finally:
+        os._exit(1)
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended. The rest of its group is ended before its number is given back to the system."""
+    if process.returncode is None and sys.platform == "linux":
+        with suppress(ChildProcessError):  # a signal's handler may have noticed its end in between
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+            signal_group(process, signal.SIGKILL)
+    return process.poll() is not None
+
+
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal a process and all that it started, unless its end was noticed before: its number may be another's now."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):  # already gone
+            os.killpg(process.pid, number)
