@@ -153,16 +153,23 @@ while not pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text():
     time.sleep(0.005)
 run.kill()  # its process is still starting
 run.wait()
+print("killed", flush=True)
+sys.stdin.read()
 """
 
 
 def test_a_launcher_killed_at_once_leaves_no_process_under_a_supervisor(scratch: Path) -> None:
     path = script(scratch, "time.sleep(0.05)", call="steps=4000")
     command = [sys.executable, "-c", ORPHANED, *WEFT, "train", str(path)]
-    with subprocess.Popen(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervisor:
-        supervisor.wait(timeout=60)
-    left = not gone(scratch)
-    for process in children_of(scratch):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=scratch, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        while supervisor.stdout.readline() not in ("killed\n", ""):
+            pass
+        until = time.monotonic() + 20
+        while (left := set(children_of(scratch)) - {supervisor.pid}) and time.monotonic() < until:
+            time.sleep(0.1)
+        supervisor.communicate()
+    for process in left:
         os.kill(process, signal.SIGKILL)
     for leftover in (scratch / "tmp").glob("weft-*"):
         shutil.rmtree(leftover)

@@ -94,13 +94,21 @@ class Holder:
         staleness = self.version - version
         fitted: list[Tensor | None] = []
         for grad, now, read in zip(mine.grads, self.model, was, strict=True):
-            fitted.append(None if grad is None else self.synchrony.correct(grad, now, read, staleness))
+            fitted.append(None if grad is None else self._fitted(grad, now, read, staleness, mine.share))
             if grad is not None and fitted[-1] is None:
                 return False
         self.round.append(Contribution(worker, mine.share, fitted))
         self.updated(worker, staleness)
         self.close()
         return True
+
+    def _fitted(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int, share: float) -> Tensor | None:
+        """A gradient made fit for the model now. A correction that looks back need not be linear: it gets the gradient
+        itself, without the worker's share."""
+        if not self.synchrony.looks_back or not share:
+            return self.synchrony.correct(grad, now, read, staleness)
+        own = self.synchrony.correct(grad / share, now, read, staleness)
+        return None if own is None else own * share
 
     def _was(self, worker: int, version: int) -> Sequence[Tensor]:
         """The model as a worker has read it. Raises ValueError where it cannot have."""
