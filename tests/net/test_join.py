@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weft.lab.cluster import Cluster
+from weft.runtime.desk import TOLD, Desk
 from weft.runtime.folder import events
+from weft.runtime.launch import Launch, _seat
+from weft.store.checkpoint import Policy
+from weft.strategy import Strategy
+from weft.transport.messaging import Key
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 JOB = """
@@ -54,7 +61,7 @@ def script(folder: Path, steps: int = 8, sleep: float = 0.0) -> None:
 def start(machines: Cluster, host: int, *command: Any, cwd: Path, **env: str) -> subprocess.Popen[str]:
     line = [*machines.command(host), *map(str, command)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(line, cwd=cwd, env=os.environ | {"WEFT_LAUNCHER": "1"} | env, **pipes)
+    return subprocess.Popen(line, cwd=cwd, env=os.environ | env, **pipes)
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[str]:
@@ -139,6 +146,77 @@ def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tm
     run.communicate(timeout=60)
     assert full.returncode == 2 and "every seat of this run is taken" in said, said
     assert run.returncode == 143
+
+
+def here(folder: Path, *command: Any) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*map(str, command)], cwd=folder, **pipes)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_seat_sets_known_variables_only(tmp_path: Path) -> None:
+    """A desk that wants the joiner to import a file of its choosing is refused before anything runs."""
+    script(tmp_path)
+    (tmp_path / "evil/compression").mkdir(parents=True)
+    (tmp_path / "evil/compression/mine.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')\n")
+    env = {"RANK": "0", "WORLD_SIZE": "1", "WEFT_WORKERS": "1", "WEFT_CLI_STRATEGY": "asp / parameter_server"}
+    seat = {"job": str(tmp_path / "job.py"), "args": [], "env": env | {"WEFT_PATH": str(tmp_path / "evil")}}
+    key = Key.read(tmp_path / "key")
+    desk = Desk(("127.0.0.1", 0), key, encrypted=True, vacant=[0], seat=lambda rank: seat)
+    try:
+        joining = here(tmp_path, *WEFT, "join", "{}:{}".format(*desk.address), "--key-file", "key")
+        said, _ = joining.communicate(timeout=60)
+    finally:
+        desk.close()
+    assert joining.returncode == 2 and "WEFT_PATH" in said and len(said.strip().splitlines()) == 1, said
+    assert not (tmp_path / "proof").exists()
+
+
+def test_what_a_run_tells_is_what_a_seat_may_set(tmp_path: Path) -> None:
+    policy = Policy(every=5)
+    spec = Launch(job="text", strategy=Strategy.parse("asp / parameter_server"), servers=1, rendezvous="127.0.0.1:1")
+    spec = replace(spec, steps=1, seed=1, out=tmp_path, trace=True, share_gpus=True, policy=policy, resume=tmp_path)
+    told = {name for rank in (0, 1) for name in _seat(spec, Path("job.py"), rank)["env"]}
+    assert told == TOLD
+
+
+def test_the_first_process_of_a_container_may_join(tmp_path: Path) -> None:
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    script(tmp_path)
+    at = f"127.0.0.1:{free_port()}"
+    how = ["-n", 1, "--strategy", "asp / parameter_server", "--join", 1, "--rendezvous", at, "--key-file", "key"]
+    run = here(tmp_path, *WEFT, "train", "job.py", *how, "--out", "run", "--", "--fast")
+    said = ended(run, here(tmp_path, *apart, *WEFT, "join", at, "--key-file", "key"))[1]
+    assert "is server 0 of job" in said and f"runs {tmp_path / 'job.py'} --fast" in said
+
+
+def test_a_joined_server_leaves_when_the_run_ends_before_all_workers_came(tmp_path: Path) -> None:
+    script(tmp_path, steps=1000, sleep=0.2)
+    at = f"127.0.0.1:{free_port()}"
+    how = ["-n", 2, "--strategy", "asp / parameter_server", "--join", 2, "--rendezvous", at, "--key-file", "key"]
+    run = here(tmp_path, *WEFT, "train", "job.py", *how, "--out", "run")
+    (tmp_path / "absent.py").write_text("import time; time.sleep(100)")
+    joining = [*WEFT, "join", at, "--key-file", "key"]
+    absent = here(tmp_path, *joining, "--job", "absent.py")  # has worker 1's seat, and never comes to the server
+    assert absent.stdout is not None and "worker 1" in absent.stdout.readline()
+    server = here(tmp_path, *joining)
+    assert server.stdout is not None and "server 0" in server.stdout.readline()
+    file, until = tmp_path / "run/events-0.jsonl", time.monotonic() + 60
+    while (not file.exists() or not file.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.1)
+    run.kill()  # worker 0 is at its steps
+    run.communicate(timeout=60)
+    said, _ = server.communicate(timeout=90)
+    absent.kill()
+    absent.communicate(timeout=60)
+    assert server.returncode == 1 and "the run ended before every worker had come" in said, said
 
 
 def test_under_torchrun_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:

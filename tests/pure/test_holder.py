@@ -222,6 +222,22 @@ def test_what_eager_workers_may_compute_with_is_kept_until_they_have_newer() -> 
         holder.contribute(Contribution(0, 1.0, [torch.ones(1)], 0))
 
 
+def test_delays_are_compensated_by_the_gradient_itself_whatever_its_share() -> None:
+    model, seen = [torch.zeros(1)], list[float]()
+
+    def update(grads: Sequence[Tensor | None]) -> None:
+        assert grads[0] is not None
+        seen.append(float(grads[0]))
+        model[0] += 1
+
+    holder = Holder(of("delay_compensated(asp, lam=0.5)"), model, 4, update)
+    for worker in (0, 1):
+        holder.read(worker)
+    for worker in (0, 1):
+        holder.contribute(Contribution(worker, 0.25, [torch.full((1,), 0.25 * 2)]))
+    assert seen == [2.0, 2.0 + 0.5 * 4 * 1]  # one update later the model has moved by 1
+
+
 @pytest.mark.parametrize("text", sorted(catalogue("synchrony")))
 def test_every_answer_lets_everyone_finish(text: str) -> None:
     how = of(f"{text}(asp)" if text in WRAPPERS else text)
