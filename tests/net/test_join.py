@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from weft.lab.cluster import Cluster
-from weft.runtime.desk import TOLD, Desk
+from weft.runtime.desk import TOLD, Desk, reach, take_seat
 from weft.runtime.folder import events
 from weft.runtime.launch import Launch, _seat
 from weft.store.checkpoint import Policy
@@ -175,6 +175,23 @@ def test_a_seat_sets_known_variables_only(tmp_path: Path) -> None:
         desk.close()
     assert joining.returncode == 2 and "WEFT_PATH" in said and len(said.strip().splitlines()) == 1, said
     assert not (tmp_path / "proof").exists()
+
+
+def test_two_hosts_with_long_names_are_two(tmp_path: Path) -> None:
+    key, said = Key.make(tmp_path / "key"), list[str]()
+    seat = {"job": "job.py", "args": [], "env": {"RANK": "0", "WEFT_CLI_STRATEGY": "asp / parameter_server"}}
+    desk = Desk(("127.0.0.1", 0), key, encrypted=False, vacant=[0, 1], seat=lambda rank: seat, said=said.append)
+    at = "{}:{}".format(*desk.address)
+    joined = [reach(at, key, f"{'host' * 20}, process {number}", encrypted=False) for number in (1, 2)]
+    for each in joined:
+        take_seat(each, 10)
+    for each in joined:
+        each.close()
+    until = time.monotonic() + 10
+    while len(said) < 4 and time.monotonic() < until:
+        time.sleep(0.02)
+    desk.close()
+    assert sum("left" in text for text in said) == 2
 
 
 def test_what_a_run_tells_is_what_a_seat_may_set(tmp_path: Path) -> None:

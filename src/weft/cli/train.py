@@ -83,6 +83,8 @@ def train(
     """Train JOB on several workers under a strategy, and record the run in a folder."""
     show = console(json)
     chosen = _strategy(strategy, system)
+    if system is not None and (named := systems.find(system)).status == "partly":
+        show.print(f"{named.name} runs in part: {named.note}", markup=False)
     policy = Policy(every=save_every, last=keep_last, milestone=keep_every) if save_every is not None else None
     if policy is None and (keep_last, keep_every) != (2, 0):
         policy = Policy(last=keep_last, milestone=keep_every)
