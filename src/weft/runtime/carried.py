@@ -7,6 +7,7 @@ state in the passes before would act n times for each step, or on a gradient tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -30,7 +31,7 @@ class Carried:
         """Whether a worker's turn is over, and the next has no batch yet."""
         self._counters = _counters(model)
         model.register_forward_pre_hook(lambda *_: self._show())
-        model.register_forward_hook(lambda *_: self._hide(), always_call=True)
+        model.register_forward_hook(lambda *_: self.hide(), always_call=True)
         zero_grad = model.zero_grad
 
         def weft_zero_grad(_: nn.Module, set_to_none: bool = True) -> None:
@@ -44,7 +45,7 @@ class Carried:
         self._check_counters()
         self._before = _snapshot(self.optimizer)
         self.between = True
-        self._hide()
+        self.hide()
 
     def next_turn(self) -> None:
         """The next worker has its batch, or the step is about to be taken."""
@@ -58,7 +59,8 @@ class Carried:
                 "scheduler and pass it to run.distribute(), or start a process for each worker"
             )
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
+        """Refuse every use of a parameter while no worker has a batch."""
         if self.between:
             for param in self.params:
                 delay(param, self._touched)
@@ -68,7 +70,10 @@ class Carried:
             for param in self.params:
                 arrive(param)
 
-    def _touched(self, _: Tensor) -> None:
+    def _touched(self, param: Tensor) -> None:
+        if _clipping():
+            arrive(param)
+            return
         raise LoopError(
             f"a parameter or its gradient was used between two workers' turns: {_WHY}; clip with run.clip(), pass "
             "averages of the weights, scalers and further optimizers to run.distribute(), or start a process for each "
@@ -94,6 +99,16 @@ def _counters(model: nn.Module) -> dict[str, int]:
         for name, value in vars(module).items()
         if type(value) is int
     }
+
+
+def _clipping() -> bool:
+    """Whether `torch.nn.utils.clip_grad_norm_` asks: it finds no gradient, and so does nothing, which is right."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _snapshot(optimizer: Optimizer) -> list[Any]:

@@ -243,6 +243,7 @@ class Gradients:
         if self.local:
             self.turns.accumulated()
         if self.bypass is not None:
+            self.bypass.check_parameters()
             self.bypass.check_hooks()
             self.bypass.in_backward = True
         self.in_backward = True

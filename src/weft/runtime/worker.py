@@ -402,6 +402,8 @@ class Run:
             self._check_by_hand()
             turns.asked = True
             if not turns.complete:
+                if self._gradients is not None and self._gradients.carried is not None:
+                    self._gradients.carried.hide()
                 return None
             if self._served is None:
                 self._check_finite(optimizer)
