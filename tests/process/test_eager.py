@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.process.test_servers import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
 from weft.runtime.asking import Servers
 from weft.runtime.eager import Eager
 from weft.runtime.server import keep
 from weft.runtime.serving import Loss, ParameterServer
+from weft.runtime.turns import Slots
 from weft.strategy import Strategy
 from weft.transport.messaging import Client, Key, Refused
 
@@ -32,7 +33,7 @@ class Worker:
         self.model = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
         client = Client(address, key, f"worker {rank}", retry_s=WAIT_S)
         self.asking = Servers(rank, [client], divided(model, 1, how), named_specs(model), how.compression)
-        self.eager = Eager(self.asking, how.synchrony, self.model, (), WAIT_S)
+        self.eager = Eager(self.asking, how.synchrony, self.model, Slots(nn.Module()), WAIT_S)
         if not self.asking.join(WAIT_S)[1]:
             self.asking.start(self.model, {}, (), WAIT_S)
         self.asking.pull(self.model).wait(WAIT_S)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -237,6 +238,7 @@ def misuse(between: str) -> None:
     run = weft.init(steps=3)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    model[1].weight.requires_grad_(False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = run.distribute(model, optimizer)
     for x in run.shard([torch.ones(2, 4)] * 8):
@@ -251,6 +253,25 @@ def misuse(between: str) -> None:
 
 
 MISUSED = {
+    "model[0].bias.data.clamp_(-0.1, 0.1)": "0.bias was changed beside the optimizer",
+    "model[0].bias.data = model[0].bias.data.clone()": "0.bias was changed beside the optimizer",
+    "model[0].bias.detach().numpy()[:] = 1.0": "a parameter was changed beside the optimizer",
+    "nn.utils.vector_to_parameters(torch.ones(61), model.parameters())": "spare was changed beside the optimizer",
+    "model.spare.grad = None": "the gradient of spare was replaced or removed",
+    "model.spare.grad = torch.ones(3)": "the gradient of spare was replaced or removed",
+    "model[1].weight.requires_grad_(True)": "1.weight was frozen in run.distribute()",
+    "optimizer.add_param_group({'params': [nn.Parameter(torch.ones(1))]})": "the optimizer has other parameters",
+    "optimizer.param_groups[0]['params'].pop()": "the optimizer has other parameters",
+    "optimizer.state.clear()": "the servers have the optimizer's state",
+    "optimizer.state[model.spare]['momentum_buffer'] = torch.zeros(3)": "the servers have the optimizer's state",
+    "optimizer.state = {}": "the optimizer's state was changed",
+    "optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0]['params'][0].grad.mul_(2) and None)": (
+        "a gradient was touched that has gone to the servers"
+    ),
+    "optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0]['params'][0].data.zero_())": (
+        "spare was changed beside the optimizer"
+    ),
+    "optimizer.param_groups[0]['lr'] = lambda: 1.0": "the optimizer's lr is a function",
     "unused": "spare had no gradient at step 1",
     "optimizer.param_groups[0]['lr'] *= 2": "have changed between backward() and step()",
     "model[0].bias.detach().mul_(2)": "0.bias was changed beside the optimizer",
@@ -303,6 +324,87 @@ def test_what_servers_would_train_wrong_is_refused(between: str) -> None:
     with pytest.raises(ChildError) as found:
         spawn(2, misuse, between, WEFT_STRATEGY="bsp / parameter_server / priority")
     assert found.value.kind == "LoopError" and MISUSED[between] in " ".join(str(found.value).split())
+
+
+def changing(kind: str) -> list[float]:
+    """A loop that changes the optimizer's options from step to step; the model in the end."""
+    run = weft.init(steps=6)
+    torch.manual_seed(7)
+    model: Any = nn.Linear(4, 2).double()
+    rate = torch.tensor(0.1) if kind == "tensor" else 0.1
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate, weight_decay=0.1, momentum=0.5)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5 if kind == "tensor" else 1.0)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(run.step))
+    model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)
+    for x in run.shard([torch.full((2, 4), 0.1 * i, dtype=torch.float64) for i in range(20)]):
+        group = optimizer.param_groups[0]
+        if kind in CHANGES and run.step == 2:
+            group.update(CHANGES[kind])
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    weights = [value for p in model.parameters() for value in p.flatten().tolist()]
+    run.close()
+    assert seen == list(range(6))
+    return weights
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "whole": {"lr": 0, "weight_decay": 0},
+    "numpy": {"lr": numpy.float32(0.05), "momentum": numpy.int64(0)},
+    "flag": {"maximize": True},
+    "scalar": {"lr": torch.tensor(0.02), "weight_decay": numpy.float64(0.5)},
+}
+
+
+@pytest.mark.parametrize("kind", ["tensor", *CHANGES])
+def test_options_that_change_reach_the_servers(kind: str) -> None:
+    alone, served = (spawn(1, changing, kind, WEFT_STRATEGY=s) for s in ("bsp / direct", "bsp / parameter_server"))
+    assert served == alone and served != spawn(1, changing, "", WEFT_STRATEGY="bsp / direct")
+
+
+def replaced(kind: str) -> list[float]:
+    """A model whose forward changes a buffer in place, or puts another tensor there; the buffer in the end."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            now = 0.9 * self.mean + 0.1 * x.mean(0)
+            if kind == "in place":
+                self.mean.copy_(now)
+            else:
+                self.mean = now if kind == "replaced" else now.repeat(2)
+            return self.inner(x - self.mean[:4])
+
+    run = weft.init(steps=5)
+    torch.manual_seed(7)
+    model: Any = Mean()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.distribute(model, optimizer)
+    for x in run.shard([torch.full((2, 4), float(i)) for i in range(20)]):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [*model.mean.tolist(), *model.inner.weight.flatten().tolist()]
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["bsp / direct", "bsp / colocated / priority", "essp(slack=0) / colocated"])
+def test_a_buffer_that_forward_replaces_is_worker_0s_as_any_other(strategy: str) -> None:
+    first, *others = spawn(2, replaced, "replaced", WEFT_STRATEGY=strategy)
+    assert [first, *others] == spawn(2, replaced, "in place", WEFT_STRATEGY=strategy) and others == [first]
+
+
+def test_a_buffer_that_changes_its_shape_is_refused() -> None:
+    with pytest.raises(ChildError, match="buffer mean, of \\(4,\\)"):
+        spawn(2, replaced, "longer", WEFT_STRATEGY="bsp / direct")
 
 
 REFUSED = {

@@ -41,7 +41,7 @@ class Apart(Served):
         self.came, self.local = set(), False
         return super().clear()
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Accrue and move; push and fetch where that is due."""
         due = {exchange.what for exchange in self.optimization.due(self.turns.step)}
         self._numbers = self._hyper()

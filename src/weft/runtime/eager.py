@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.asking import Servers, Way, wait_for
+from weft.runtime.turns import Slots
 from weft.runtime.verbs import PULLED
 from weft.synchrony import Synchrony, View
 from weft.transport.messaging import Pending
@@ -41,21 +42,21 @@ class Eager:
         asking: Servers,
         synchrony: Synchrony,
         model: Mapping[str, Tensor],
-        buffers: Sequence[Tensor],
+        slots: Slots,
         timeout_s: float,
     ) -> None:
         self.asking, self.synchrony, self.timeout_s = asking, synchrony, timeout_s
-        self.model, self.buffers = model, buffers
+        self.model, self._slots = model, slots
         self._coming = {name: torch.empty_like(flat) for name, flat in model.items()}
-        self._coming_buffers = [torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in buffers]
-        self._kept = [buffer.clone() for buffer in buffers]
+        self._coming_buffers = [torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in slots.tensors]
+        self._kept = [buffer.clone() for buffer in slots.tensors]
         """Worker 0's buffers, as far as they are known here."""
         self._standing: list[_Standing] = []
         self._stepped = False
 
     def start(self) -> None:
         """The model has been read; from here on what is new comes by itself."""
-        self._keep(self.buffers)
+        self._keep(self._slots.tensors)
         self._standing = [self._ask(way) for way in self.asking.ways]
 
     def begin(self, buffers: Sequence[Tensor]) -> None:
@@ -76,7 +77,7 @@ class Eager:
                 wait_for(each.reply, self.asking.clients, self.timeout_s)
                 self._take(each)
                 each = self._standing[number] = self._ask(way)
-        for buffer, kept in zip(self.buffers, self._kept, strict=True):
+        for buffer, kept in zip(self._slots.tensors, self._kept, strict=True):
             buffer.copy_(kept)
         self._stepped = True
 
@@ -84,8 +85,8 @@ class Eager:
         """After a step: have the model with this worker's own updates in it."""
         if self._stepped:
             self._stepped = False
-            self.asking.pull(self.model, self.buffers).wait(self.timeout_s)
-            self._keep(self.buffers)
+            self.asking.pull(self.model, self._slots.tensors).wait(self.timeout_s)
+            self._keep(self._slots.tensors)
 
     def _ask(self, way: Way) -> _Standing:
         about = bytearray(PULLED.size)

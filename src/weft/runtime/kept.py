@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft.errors import LoopError
 from weft.ops import Spec
 from weft.runtime.verbs import Hyper
 
@@ -43,7 +48,7 @@ class Kept:
             return
         for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):
             known = {name: value for name, value in hyper[number].items() if name in group}
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+            group.update({name: _like(group[name], value) for name, value in known.items()})
 
     def state(self) -> list[Any]:
         """What the optimizer remembers of each part."""
@@ -73,15 +78,40 @@ def part_optimizer(
     return type(optimizer)(groups, **options), numbers
 
 
+_HOW = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that say how a step is computed, and not what: each process has its own."""
+
+
 def hyper(optimizer: Optimizer) -> Hyper:
-    """The numbers of each group, which a schedule may change from step to step."""
-    found: Hyper = []
-    for group in optimizer.param_groups:
-        numbers: dict[str, float | list[float]] = {}
-        for name, value in group.items():
-            if isinstance(value, tuple) and all(isinstance(each, float) for each in value):
-                numbers[name] = list(value)  # AdamW's betas
-            elif isinstance(value, float):
-                numbers[name] = value
-        found.append(numbers)
-    return found
+    """The options of each group, which a schedule may change from step to step, as JSON has them."""
+    wanted = optimizer.defaults.keys() - _HOW
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name in wanted}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A number, however the loop has it, as Python's own; tuples become lists."""
+    if value is None or type(value) in (float, int, bool, str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(name, each) for each in value]
+    if isinstance(value, Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1:
+        return value.item()
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    raise LoopError(
+        f"the optimizer's {name} is a {type(value).__name__}, which cannot be sent to servers; give a number, or use "
+        "another topology, such as direct"
+    )
+
+
+def _like(old: Any, new: Any) -> Any:
+    """An option as the optimizer had it: tensors stay tensors, tuples tuples."""
+    if isinstance(new, list):
+        olds = old if isinstance(old, tuple | list) and len(old) == len(new) else [None] * len(new)
+        return tuple(_like(each, value) for each, value in zip(olds, new, strict=True))
+    if isinstance(old, Tensor) and isinstance(new, int | float):
+        return torch.full_like(old, new)
+    return new

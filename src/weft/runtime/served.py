@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weft.errors import LoopError, UserError
 from weft.runtime.asking import Pulled, Servers
@@ -22,7 +23,8 @@ from weft.runtime.memory import LOOKED_AT, weigh
 from weft.runtime.pinned import Landing, Pinned
 from weft.runtime.record import Watch
 from weft.runtime.server import reach, refuse
-from weft.runtime.turns import Turns
+from weft.runtime.turns import Slots, Turns
+from weft.runtime.unchanged import Unchanged
 from weft.runtime.verbs import Hyper
 from weft.runtime.world import World
 from weft.strategy import Strategy
@@ -57,12 +59,14 @@ class Served:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
-        self.buffers = list(model.buffers())
+        self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.unchanged = Unchanged(model, self.named, optimizer)
+        self._slots = Slots(model)
         self.asking: Servers | Pinned = reach(
             model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
         )
         eager = self.synchrony.eager
-        self.eager = Eager(self.asking, self.synchrony, self.flat, self.buffers, timeout_s) if eager else None
+        self.eager = Eager(self.asking, self.synchrony, self.flat, self._slots, timeout_s) if eager else None
         if next(iter(self.flat.values())).is_cuda:
             if eager:
                 raise UserError("servers that send by themselves do not reach GPUs yet; use ssp, or --device cpu")
@@ -83,6 +87,11 @@ class Served:
         self._numbers: Hyper = []
         self.local = False  # gradients from `accumulate` are waiting
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now."""
+        return self._slots.tensors
+
     def start(self) -> None:
         """Worker 0 brings what training starts from, everyone gets it, and backward is listened to."""
         if self.turns.rank == 0 and not self.running:
@@ -91,7 +100,7 @@ class Served:
         self.asking.pull(self.flat, self.buffers).wait(self.timeout_s)
         if self.eager is not None:
             self.eager.start()
-        self._note()
+        self.unchanged.watch()
         self.started = True
         for name, p in self.named.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
@@ -114,11 +123,6 @@ class Served:
             raise _uncleared()
         if not self.came:
             self._begin()
-        if param._version != self._versions[name]:
-            raise LoopError(
-                f"{name} was changed beside the optimizer, and the servers, who have the model, do not know; change it "
-                "before run.distribute(), or use another topology, such as direct"
-            )
         self.came.add(name)
         self._take(name, param, grad)
 
@@ -158,6 +162,7 @@ class Served:
             self.local = False
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
         self.flush()
+        self.unchanged.check()
         self._announce()
 
     def _announce(self) -> None:
@@ -175,7 +180,7 @@ class Served:
         """The optimizer's numbers, as the synchrony wants them."""
         numbers = hyper(self.optimizer)
         for group in numbers:
-            if isinstance(momentum := group.get("momentum"), float):
+            if isinstance(momentum := group.get("momentum"), float | int):
                 group["momentum"] = self.synchrony.momentum(momentum, self._apart)
         return numbers
 
@@ -186,7 +191,21 @@ class Served:
     # --- step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        """A step, with the hooks that the loop has put on the optimizer's."""
+        optimizer = self.optimizer
+        for hook in [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
+            hook(optimizer, (), {})
+        self.unchanged.check()
+        self._step()
+        if self.unchanged.due(self.turns.step):
+            self.flush()
+        self.unchanged.hash(self.turns.step)
+        for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+            hook(optimizer, (), {})
+
+    def _step(self) -> None:
         """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
+        self._check_gradients()
         for name, p in self.named.items():
             if name not in self.came and p.grad is not None:  # a backward inside accumulate() alone has reached it
                 self._take(name, p, p.grad)
@@ -210,6 +229,16 @@ class Served:
             return
         self._bring(self.buffers)
 
+    def _check_gradients(self) -> None:
+        """What has gone to the servers is what they step with."""
+        for name in self.came:
+            if type(self.named[name].grad) is not Away:
+                raise LoopError(
+                    f"the gradient of {name} was replaced or removed between backward() and step(), and the servers "
+                    "have it already; freeze a parameter with requires_grad_(False) before forward, or use another "
+                    "topology, such as direct"
+                )
+
     def _bring(self, buffers: Sequence[Tensor]) -> None:
         """Ask for the model, and wait for it; or have whoever touches a parameter wait."""
         self._pulled = self.asking.pull(self.flat, buffers)
@@ -219,7 +248,8 @@ class Served:
         self._pulled.wait_for_buffers(self.timeout_s)
         self._cleared = False
         for p in self.named.values():
-            p.grad = None
+            if id(p) in self._stepped:
+                p.grad = None
             delay(p, self._touched)
 
     def clear(self) -> bool:
@@ -268,10 +298,6 @@ class Served:
 
     # --- around it --------------------------------------------------------------------------------------------------
 
-    def _note(self) -> None:
-        """Parameters change here by what servers send, which nobody counts; what is counted is somebody else's."""
-        self._versions = {name: p._version for name, p in self.named.items()}
-
     def fetch(self) -> None:
         """Have the optimizer's state here, as after a step of its own."""
         self.refresh()
@@ -284,6 +310,7 @@ class Served:
         return [row if row is not None else list(values) for row in self.asking.tell(values, self.timeout_s)]
 
     def close(self, *, well: bool) -> None:
+        self.unchanged.unwatch()
         if well:
             self.flush()
             self.asking.leave(self.timeout_s)

@@ -133,9 +133,14 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors = [buffer for buffer in model.buffers() if buffer is not None]
+        self._slots = Slots(model)
         self.start = [buffer.clone() for buffer in self.tensors]
         self.first = self.start
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The model's buffers as they are now."""
+        return self._slots.tensors
 
     def turn_ended(self, turns: Turns) -> None:
         """Keep what the first turn made of them, unless its batch did not count; give the next one a fresh start."""
@@ -153,6 +158,36 @@ class Buffers:
         """All workers agree on them now."""
         for mine, buffer in zip(self.start, self.tensors, strict=True):
             mine.copy_(buffer)
+
+
+class Slots:
+    """Where a model's buffers are: modules may put another tensor in a buffer's place in every forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found: dict[int, tuple[nn.Module, str, str, torch.Size, torch.dtype]] = {}
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    where = f"{path}.{name}" if path else name
+                    found.setdefault(id(buffer), (module, name, where, buffer.shape, buffer.dtype))
+        self._places = list(found.values())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now, each in one piece of memory; raises LoopError where one has another shape."""
+        now = []
+        for module, name, where, shape, dtype in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+                kind = "removed" if buffer is None else f"replaced by one of {tuple(buffer.shape)}, {buffer.dtype}"
+                raise LoopError(
+                    f"buffer {where}, of {tuple(shape)} and {dtype} in run.distribute(), was {kind}; workers exchange "
+                    "buffers, so keep its shape and type, or make it a plain attribute"
+                )
+            if not buffer.is_contiguous():
+                buffer = module._buffers[name] = buffer.contiguous()
+            now.append(buffer.detach())
+        return now
 
 
 def stream_seed(seed: int, rank: int) -> int:

@@ -62,8 +62,8 @@ BUFFERS = 2**32 - 1
 AT_ONCE = -(2**31)
 """The urgency of what is small and waited for."""
 
-Hyper = list[dict[str, float | list[float]]]
-"""An optimizer's numbers, group by group."""
+Hyper = list[dict[str, Any]]
+"""An optimizer's options, group by group: what JSON has, lists for tuples."""
 
 
 def packed(state: Any) -> list[memoryview]:
