@@ -326,6 +326,48 @@ def test_what_servers_would_train_wrong_is_refused(between: str) -> None:
     assert found.value.kind == "LoopError" and MISUSED[between] in " ".join(str(found.value).split())
 
 
+class Doubled(nn.Parameter):
+    """A kind of parameter that a model may treat in another way."""
+
+
+def unusual(kind: str) -> list[float]:
+    """A loop that touches its parameters in another way than layers do; the model in the end."""
+    run = weft.init(steps=4)
+    torch.manual_seed(7)
+    model: Any = nn.Linear(4, 2)
+    if kind == "subclass":
+        model.weight = Doubled(model.weight.detach())
+    first = [model.weight] if kind == "two optimizers" else model.parameters()
+    optimizer: Any = torch.optim.SGD(first, lr=0.1, momentum=0.5)
+    model, optimizer = run.distribute(model, optimizer)
+    second = torch.optim.SGD([model.bias], lr=0.1)
+    for x in run.shard([torch.full((2, 4), 0.1 * i) for i in range(8)]):
+        if kind == "func":
+            out = torch.func.vmap(torch.func.grad(lambda each: model(each).square().sum()))(x)
+        else:
+            out = model(x) * (2 if isinstance(model.weight, Doubled) else 1)
+        out.square().mean().backward()
+        optimizer.step()
+        if kind == "two optimizers":
+            second.step()
+        model.zero_grad()
+        optimizer.zero_grad()
+    weights = [value for p in model.parameters() for value in p.flatten().tolist()]
+    run.close()
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["subclass", "func"])
+def test_parameters_that_are_late_are_what_they_were(kind: str) -> None:
+    late, direct = (spawn(2, unusual, kind, WEFT_STRATEGY=f"bsp / {how}") for how in ("colocated / priority", "direct"))
+    assert late == direct
+
+
+def test_a_second_optimizer_is_refused_though_gradients_are_late() -> None:
+    with pytest.raises(ChildError, match="a gradient was touched that has gone to the servers"):
+        spawn(2, unusual, "two optimizers", WEFT_STRATEGY="bsp / colocated / priority")
+
+
 def changing(kind: str) -> list[float]:
     """A loop that changes the optimizer's options from step to step; the model in the end."""
     run = weft.init(steps=6)
