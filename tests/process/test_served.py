@@ -350,7 +350,7 @@ def unusual(kind: str) -> list[float]:
         optimizer.step()
         if kind == "two optimizers":
             second.step()
-        model.zero_grad()
+            second.zero_grad()
         optimizer.zero_grad()
     weights = [value for p in model.parameters() for value in p.flatten().tolist()]
     run.close()
