@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import random
 import resource
+import select
 import signal
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -23,7 +25,8 @@ import pytest
 from weft.errors import JobError, PeerLost
 from weft.transport.messaging import Client, Key, Refused, Request, Server, Stranger
 from weft.transport.messaging import client as client_module
-from weft.transport.messaging.frames import Head, Kind
+from weft.transport.messaging.frames import HEAD_BYTES, Head, Kind, unpack
+from weft.transport.messaging.meeting import Guest, call
 
 HERE = ("127.0.0.1", 0)
 ECHO, ADD, NEVER = 1, 2, 3
@@ -60,7 +63,7 @@ class Ledger:
 @contextmanager
 def serving(ledger: Ledger, key: Key, **options: Any) -> Iterator[Server]:
     server = Server(
-        HERE, key, ledger.handle, joined=ledger.joined.append, left=lambda *who: ledger.left.append(who), **options
+        HERE, key, ledger.handle, joined=ledger.joined.append, left=lambda *who: ledger.left.append(who[:2]), **options
     )
     try:
         yield server
@@ -156,6 +159,62 @@ def test_one_side_encrypts_and_the_other_does_not(key: Key, encrypted: bool, mon
     monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
     with serving(Ledger(), key, encrypted=encrypted) as server, pytest.raises(PeerLost):
         Client(server.address, key, "worker 0", encrypted=not encrypted, retry_s=1.0).ask(ECHO).wait(WAIT_S)
+
+
+def test_idle_strangers_do_not_keep_out_an_asker_with_the_key(key: Key) -> None:
+    with serving(Ledger(), key) as server:
+        idle = [socket.create_connection(server.address) for _ in range(100)]
+        askers = [Client(server.address, key, f"worker {rank}") for rank in range(3)]
+        for asker in askers:
+            assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
+            asker.close()
+        for each in idle:
+            each.close()
+
+
+def test_a_server_that_ends_the_first_connections_is_called_again(key: Key) -> None:
+    with serving(Ledger(), key) as server, socket.create_server(HERE) as door:
+
+        def crowded() -> None:
+            for _ in range(3):
+                door.accept()[0].close()
+            sock, _ = door.accept()
+            with sock, socket.create_connection(server.address) as behind:
+                _relay(sock, behind)
+
+        threading.Thread(target=crowded, daemon=True).start()
+        asker = Client(door.getsockname(), key, "worker 0", retry_s=WAIT_S)
+        assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
+        asker.close()
+
+
+def _relay(one: socket.socket, other: socket.socket) -> None:
+    """Pass bytes both ways until either side is gone."""
+    ways = {one: other, other: one}
+    while True:
+        for ready in select.select(list(ways), [], [])[0]:
+            if not (some := ready.recv(1 << 16)):
+                return
+            ways[ready].sendall(some)
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_given_up(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
+    hello = b"\x16\x03\x01\x02\x00\x01" + bytes(506)  # the beginning of a TLS handshake
+    with serving(Ledger(), key, encrypted=True) as server, socket.create_connection(server.address) as stranger:
+        stranger.settimeout(0.4)
+        for byte in hello[:20]:
+            with suppress(TimeoutError):
+                assert stranger.recv(1) == b""
+                return
+            stranger.sendall(bytes([byte]))
+    pytest.fail("a handshake that does not end was waited for")
+
+
+def test_a_certificate_does_not_depend_on_a_hosts_clock(key: Key) -> None:
+    assert key.file is not None
+    found = ssl._ssl._test_decode_cert(str(key.file))  # type: ignore[attr-defined]
+    assert found["notBefore"] == "Jan  1 00:00:00 2000 GMT" and found["notAfter"] == "Dec 31 00:00:00 9999 GMT"
 
 
 def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +343,27 @@ def test_what_counts_is_served_once_over_broken_links(key: Key) -> None:
         (session,) = server._sessions.values()
         assert len(session.answered) <= 256 and not session.open
         asker.close()
+
+
+def test_what_was_asked_before_its_reply_was_forgotten_does_not_count_again(
+    key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.transport.messaging.server._KEPT_S", 0.0)
+    ledger = Ledger(1)
+    with serving(ledger, key, grace_s=0.1) as server:
+        guest, frame = Guest(b"i" * 16, "worker 3"), Head(Kind.ONCE, ADD, 1).pack([4]) + bytes(4)
+        kinds = []
+        for said in range(2):
+            stream = call(server.address, guest, key, None, WAIT_S)
+            stream.write([memoryview(frame)])
+            reply, until = bytearray(HEAD_BYTES), time.monotonic() + WAIT_S
+            while not stream.read(memoryview(reply)) and time.monotonic() < until:
+                time.sleep(0.01)
+            kinds.append(unpack(reply)[0].kind)
+            stream.close()
+            while len(ledger.left) <= said and time.monotonic() < until:
+                time.sleep(0.01)
+    assert kinds == [Kind.REPLY, Kind.REFUSAL] and ledger.counts == [1]
 
 
 def test_more_than_a_window_at_once_is_slowed_and_not_lost(key: Key) -> None:

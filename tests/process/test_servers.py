@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.compression import Compressor, Context, Piece, State
-from weft.errors import PeerLost
+from weft.errors import LoopError, PeerLost
 from weft.ops import Spec
 from weft.runtime.asking import Servers
 from weft.runtime.eager import Eager
@@ -30,7 +31,7 @@ from weft.runtime.pushing import said
 from weft.runtime.server import keep
 from weft.runtime.serving import Loss, ParameterServer
 from weft.runtime.turns import Slots
-from weft.runtime.verbs import BEGIN, Verb
+from weft.runtime.verbs import BEGIN, PUSH, Verb
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles
 from weft.transport.mesh import raw
@@ -396,21 +397,32 @@ def fingerprint(parts: Sequence[Tensor]) -> str:
     return hashlib.sha256(b"".join(bytes(raw(part.detach())) for part in parts)).hexdigest()
 
 
-def lonely(key: Key) -> ParameterServer:
+BUNDLES = [[(Range("a", 0, 100),), (Range("b", 0, 7),)]]
+SPECS = {"a": Spec("a", (100,)), "b": Spec("b", (7,))}
+
+
+def lonely(key: Key, how: str = "asp / parameter_server / int8", workers: int = 4, **options: Any) -> ParameterServer:
     """A server in this process."""
     torch.manual_seed(3)
     parts = [nn.Parameter(torch.randn(100)), nn.Parameter(torch.randn(7))]
+    strategy = Strategy.parse(how)
     return ParameterServer(
         ("127.0.0.1", 0),
         key,
-        synchrony=Strategy.parse("asp").synchrony,
-        compression=Strategy.parse("int8").compression,
+        synchrony=strategy.synchrony,
+        compression=strategy.compression,
         kept=[
             Kept([Spec("a", (100,))], parts[:1], torch.optim.SGD(parts[:1], lr=0.1)),
             Kept([Spec("b", (7,))], parts[1:], torch.optim.SGD(parts[1:], lr=0.1)),
         ],
-        workers=4,
+        workers=workers,
+        **options,
     )
+
+
+def worker_of(server: ParameterServer, key: Key, rank: int = 0) -> Servers:
+    """A worker of a `lonely` server."""
+    return Servers(rank, [Client(server.address, key, f"worker {rank}")], BUNDLES, SPECS, server.compression)
 
 
 def test_garbage_without_the_key_changes_no_model() -> None:
@@ -461,10 +473,110 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.Lo
     server.close()
 
 
+def alone_with(server: ParameterServer, key: Key) -> tuple[Servers, dict[str, Tensor]]:
+    """Worker 0, which has joined and read the model, of zeros."""
+    worker, model = worker_of(server, key), {"a": torch.zeros(100), "b": torch.zeros(7)}
+    if not worker.join(WAIT_S)[1]:
+        worker.start(model, {}, (), WAIT_S)
+    worker.pull(model).wait(WAIT_S)
+    return worker, model
+
+
+def take_step(worker: Servers, model: dict[str, Tensor], step: int, size: float) -> None:
+    worker.begin(step, 1.0, [{"lr": 1.0}])
+    for name, values in model.items():
+        worker.push(name, torch.full_like(values, size), step)
+    worker.pushed(WAIT_S)
+    worker.pull(model).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("compression", ["dense", "cast(dtype=bf16)"])
+def test_a_gradient_that_is_not_finite_changes_no_model(compression: str, bad: float) -> None:
+    key = Key.fresh()
+    server = lonely(key, f"asp / parameter_server / {compression}")
+    worker, model = alone_with(server, key)
+    words = torch.full((7,), bad, dtype=torch.bfloat16 if "cast" in compression else torch.float32)
+    worker.begin(0, 1.0, [{"lr": 1.0}])
+    head = memoryview(PUSH.pack(0, 1, 0, 0))
+    with pytest.raises(Refused, match="the gradient of b that worker 0 sent for step 1 is not finite"):
+        worker.clients[0].ask(Verb.PUSH, [head, raw(words)], once=True).wait(WAIT_S)
+    with pytest.raises(Refused, match="the gradient of b that worker 0 sent for step 1 is not finite"):
+        worker.pull(model).wait(WAIT_S)
+    assert not any(part.any() for each in server.bundles for part in each.kept.parts)
+    worker.close()
+    server.close()
+
+
+def test_a_compressor_that_overflows_is_named_before_anything_is_sent() -> None:
+    key = Key.fresh()
+    server = lonely(key, "asp / parameter_server / cast(dtype=fp16)")
+    worker, model = alone_with(server, key)
+    with pytest.raises(LoopError, match=r"cast\(dtype=fp16\) makes values that are not finite of the gradient of a"):
+        take_step(worker, model, 0, 1e5)
+    assert not any(part.any() for each in server.bundles for part in each.kept.parts)
+    worker.close()
+    server.close()
+
+
+def test_a_worker_that_was_replaced_changes_nothing_any_more() -> None:
+    losses: list[Loss] = []
+    key = Key.fresh()
+    server = lonely(key, "asp / parameter_server", lost=losses.append)
+    old, model = alone_with(server, key)
+    take_step(old, model, 0, 1.0)
+    new, model = alone_with(server, key)
+    take_step(new, model, 1, 1.0)
+    with pytest.raises(Refused, match="worker 0 has not joined, or was replaced"):
+        take_step(old, {name: each.clone() for name, each in model.items()}, 1, 100.0)
+    for ask in (lambda: old.fetch(WAIT_S), lambda: old.tell([1], WAIT_S), lambda: old.leave(WAIT_S)):
+        with pytest.raises(Refused, match="was replaced"):
+            ask()
+    old.close()
+    take_step(new, model, 2, 1.0)
+    assert all((values == -3.0).all() for values in model.values())
+    assert not losses
+    new.close()
+    until = time.monotonic() + WAIT_S
+    while not losses and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [loss.name for loss in losses] == ["worker 0"]
+    server.close()
+
+
+def test_a_worker_that_comes_back_takes_part_in_the_next_telling() -> None:
+    key = Key.fresh()
+    server = lonely(key, workers=2)
+    workers = [worker_of(server, key, rank) for rank in (0, 1)]
+    with ThreadPoolExecutor() as pool:
+        for again in range(3):
+            if again:
+                workers[1].close()
+                workers[1] = worker_of(server, key, 1)
+            for worker in workers if not again else workers[1:]:
+                worker.join(WAIT_S)
+            told = [pool.submit(worker.tell, [worker.rank, again], WAIT_S) for worker in workers]
+            assert [each.result() for each in told] == [[[0, again], [1, again]]] * 2
+    for worker in workers:
+        worker.close()
+    server.close()
+
+
+def test_buffers_come_with_the_model_where_a_round_is_waited_for() -> None:
+    key = Key.fresh()
+    server = lonely(key, "backup(spares=0) / parameter_server", workers=1, buffers=8)
+    worker = worker_of(server, key)
+    model, buffer = {"a": torch.zeros(100), "b": torch.zeros(7)}, torch.ones(2)
+    worker.join(WAIT_S)
+    worker.start(model, {}, [buffer], WAIT_S)
+    worker.pull(model, [buffer.zero_()]).wait(WAIT_S)
+    assert buffer.tolist() == [1.0, 1.0]
+    worker.close()
+    server.close()
+
+
 def _still_trains(server: ParameterServer, key: Key) -> None:
-    bundles = [[(Range("a", 0, 100),), (Range("b", 0, 7),)]]
-    specs = {"a": Spec("a", (100,)), "b": Spec("b", (7,))}
-    honest = Servers(0, [Client(server.address, key, "honest")], bundles, specs, server.compression)
+    honest = worker_of(server, key)
     model = {"a": torch.randn(100), "b": torch.randn(7)}
     if not honest.join(WAIT_S)[1]:
         honest.start(model, {}, (), WAIT_S)

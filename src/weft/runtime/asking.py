@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece, State
+from weft.errors import LoopError
 from weft.ops import Spec
 from weft.runtime.clock import Spans
+from weft.runtime.guard import finite
 from weft.runtime.pushing import said
 from weft.runtime.verbs import (
     AT_ONCE,
@@ -165,7 +167,8 @@ class Servers:
         """Take part. Returns the step that the servers have this worker at, and whether they have a model."""
         asked = [client.ask(Verb.JOIN, [memoryview(WHO.pack(self.worker))], once=True) for client in self.clients]
         told = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
-        return max(int(step) for step, _ in told), all(started for _, started in told)
+        self._tellings = itertools.count(told[0][2])
+        return max(int(step) for step, _, _ in told), all(started for _, started, _ in told)
 
     def start(
         self, model: Mapping[str, Tensor], state: Mapping[str, Any], buffers: Sequence[Tensor], timeout_s: float
@@ -296,7 +299,13 @@ class Servers:
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
         value = self._model[part.name][part.start : part.stop]
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
-        return said(self.compression, piece, self.state, ctx)
+        words = said(self.compression, piece, self.state, ctx)
+        if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
+            what = f"{self.compression} makes values that are not finite of the gradient of {part.name}"
+            raise LoopError(
+                f"{what}, at step {step + 1}; use another one, such as cast(dtype=bf16), or scale the loss down"
+            )
+        return words
 
     def _urgency(self, way: Way) -> int:
         """Lower goes first: what backward finishes last."""

@@ -60,7 +60,7 @@ class Desk:
         said: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._vacant, self._seat, self._said = sorted(vacant), seat, said
-        self._taken: dict[str, int] = {}
+        self._taken: dict[bytes, int] = {}
         self._known: dict[int, bytes] = {}
         self._asking: dict[int, list[Request]] = {}
         self._lock = threading.Lock()
@@ -95,15 +95,15 @@ class Desk:
                 case Verb.SEAT if not self._vacant:
                     request.refuse("every seat of this run is taken; come back when a worker is lost")
                 case Verb.SEAT:
-                    rank = self._taken[request.sender] = self._vacant.pop(0)
+                    rank = self._taken[request.identity] = self._vacant.pop(0)
                     request.reply([memoryview(json.dumps(self._seat(rank)).encode())])
                     self._said(f"{request.sender} joins as process {rank}")
                 case _:
                     request.refuse(f"the desk knows no request {request.verb}")
 
-    def _left(self, name: str, why: str) -> None:
+    def _left(self, name: str, why: str, identity: bytes) -> None:
         with self._lock:
-            rank = self._taken.pop(name, None)
+            rank = self._taken.pop(identity, None)
         if rank is not None:
             self._said(f"{name}, process {rank}, left ({why})")
             self.vacate(rank)

@@ -86,7 +86,8 @@ class Proxy:
         self.bundles = [_Passing(_parts(way.bundle, model)) for way in upstream.ways]
         self._kept = _Passing(buffers)
         self._begun: dict[int, _Word] = {}
-        self._present: dict[str, int] = {}
+        self._present: dict[bytes, int] = {}
+        """By process: the worker of the group that it is."""
         self._left = 0
         self.over = threading.Event()
         """Set when every worker of the group has left."""
@@ -100,7 +101,7 @@ class Proxy:
             encrypted=encrypted,
             even_here=even_here,
             most_bytes=3 * most,
-            left=lambda name, why: self._inbox.put(Loss(name, why)),
+            left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
         )
         self.address = self._server.address
         self._thread = start_serial_thread(self._serve, "weft-proxy")
@@ -140,8 +141,8 @@ class Proxy:
                     self._pass_back(reply, asked)
                 case _Came(reply, int() as number):
                     self._came(number, reply)
-                case Loss(name, _):
-                    if name in self._present:
+                case Loss(identity=identity):
+                    if identity in self._present:
                         self._lost(each)
                 case Request():
                     try:
@@ -161,32 +162,37 @@ class Proxy:
                 worker, number, _, _ = PUSH.unpack(head)
                 self.tally.received_bytes += sum(len(part) for part in parts)
                 request.keeps = True
-                self._bundle(number).pushed[self._known(worker)] = request
+                self._bundle(number).pushed[self._known(worker, request)] = request
                 request.reply(priority=AT_ONCE)
                 self._forward(number)
             case Verb.BEGIN:
                 worker, step, share, leaving = BEGIN.unpack(head)
                 numbers = json.loads(bytes(parts[0]))
                 blob = [memoryview(bytes(part)) for part in parts[1:]]
-                self._begun[self._known(worker)] = _Word(step, share, numbers, blob, leaving)
+                self._begun[self._known(worker, request)] = _Word(step, share, numbers, blob, leaving)
                 request.reply(priority=AT_ONCE)
                 self._begin()
             case Verb.PULL:
                 worker, number, steps, urgency = PULL.unpack(head)
                 passing = self._kept if number == BUFFERS else self._bundle(number)
-                passing.waiting[self._known(worker)] = request, steps, urgency, time.monotonic()
+                passing.waiting[self._known(worker, request)] = request, steps, urgency, time.monotonic()
                 self._answer(passing, worker)
             case Verb.JOIN:
                 (worker,) = WHO.unpack(head)
-                self._present[request.sender] = self._known(worker)
-                request.reply([memoryview(JOINED.pack(0, False))])
+                if not 0 <= worker < self.workers:
+                    raise ValueError(f"there is no worker {worker} in this group")
+                self._present = {who: each for who, each in self._present.items() if each != worker}
+                self._present[request.identity] = worker
+                request.reply([memoryview(JOINED.pack(0, False, 0))])
+            case Verb.SET | Verb.FETCH | Verb.TELL if request.identity not in self._present:
+                request.refuse(f"{request.sender} is not of this group, or not any more; start it again")
             case Verb.SET | Verb.FETCH:
                 (number,) = BUNDLE.unpack(head)
                 self.upstream.relay(Verb(request.verb), number, request.parts, self._when(request))
             case Verb.TELL:
                 self.upstream.relay(Verb.TELL, None, request.parts, self._when(request))
             case Verb.LEAVE:
-                self._present.pop(request.sender, None)
+                self._present.pop(request.identity, None)
                 request.reply()
                 self._left += 1
                 if self._left == self.workers:
@@ -194,9 +200,10 @@ class Proxy:
             case _:
                 request.refuse(f"a proxy knows no request {request.verb}")
 
-    def _known(self, worker: int) -> int:
-        if not 0 <= worker < self.workers:
-            raise ValueError(f"there is no worker {worker} in this group")
+    def _known(self, worker: int, request: Request) -> int:
+        """Who asks. Raises ValueError where it has not joined, or another process has since, in its place."""
+        if self._present.get(request.identity) != worker:
+            raise ValueError(f"{request.sender} is not worker {worker} of this group, or not any more; start it again")
         return worker
 
     def _bundle(self, number: int) -> _Passing:

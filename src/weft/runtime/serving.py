@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece
+from weft.runtime.guard import finite
 from weft.runtime.holder import Contribution, Holder
 from weft.runtime.kept import Kept
 from weft.runtime.pushing import heard
@@ -60,6 +61,8 @@ class Loss:
 
     name: str
     reason: str
+    identity: bytes = b""
+    """Which process it was, of all that had the name."""
 
 
 @dataclass
@@ -82,6 +85,8 @@ class _Open:
         """By worker: a step, the version that it began with, and gradients, where word of the step is still to come."""
         self.done = [0] * holder.workers
         """Steps of each worker that count, since it joined."""
+        self.given = [-1] * holder.workers
+        """The steps of each worker after which it was given the model last, since it joined."""
         self.waiting: dict[int, tuple[Request, int, int, float]] = {}
         self.watching: dict[int, _Watch] = {}
         self.used: list[Request] = []
@@ -152,10 +157,13 @@ class ParameterServer:
         """By worker: the step that it would take next."""
         self._failed: dict[int, str] = {}
         self._gone: set[int] = set()
-        self._names: dict[str, int] = {}
+        self._places: dict[bytes, int] = {}
+        """By process: the worker that it is, since it joined and until it leaves or another one joins in its place."""
         self._came: set[int] = set()
         self._set: set[int] = set()
         self._told: dict[int, dict[int, tuple[Request, Any]]] = {}
+        self._telling = 0
+        """The number of the next telling that is answered."""
         self._buffers = _Buffers(buffers)
         self.over = threading.Event()
         """Set when every worker has been here, and has left again."""
@@ -169,7 +177,7 @@ class ParameterServer:
             even_here=even_here,
             most_bytes=most,
             patience_s=patience_s,
-            left=lambda name, why: self._inbox.put(Loss(name, why)),
+            left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
         )
         self.address = self._server.address
         self._thread = start_serial_thread(self._serve, "weft-server")
@@ -213,10 +221,11 @@ class ParameterServer:
         log.warning("a request of %s: %s", request.sender, why)
         with suppress(RuntimeError):  # it may have been answered before
             request.refuse(why)
-        worker = self._names.get(request.sender)
+        worker = self._places.get(request.identity)
         if worker is None or request.verb not in (Verb.PUSH, Verb.BEGIN):
             return
         self._failed[worker] = why
+        self._buffers.give_up(worker, why)
         for bundle in self.bundles:
             bundle.give_up(worker, why)
             bundle.give_up_watch(worker, why)
@@ -226,13 +235,13 @@ class ParameterServer:
         match request.verb:
             case Verb.PUSH:
                 worker, number, step, version = PUSH.unpack(head)
-                self._present(worker)
+                self._present(worker, request)
                 self._hear(worker, self._bundle(number), step, version, request)
                 request.reply(priority=AT_ONCE)
                 self._count(worker, self._bundle(number))
             case Verb.BEGIN:
                 worker, step, share, leaving = BEGIN.unpack(head)
-                self._present(worker)
+                self._present(worker, request)
                 self._begun[worker] = step, share, json.loads(bytes(parts[0]))
                 self._steps[worker] = step + 1
                 self._buffers.offer(worker, parts[1:], leaving)
@@ -241,33 +250,36 @@ class ParameterServer:
                     self._count(worker, bundle)
             case Verb.PULL:
                 worker, number, steps, urgency = PULL.unpack(head)
-                self._present(worker)
+                self._present(worker, request)
                 self._pull(worker, number, steps, urgency, request)
             case Verb.WATCH:
                 worker, number, clock, urgency = WATCH.unpack(head)
-                self._present(worker)
+                self._present(worker, request)
                 self._watch(worker, self._bundle(number), _Watch(request, clock, urgency))
             case Verb.JOIN:
                 (worker,) = WHO.unpack(head)
-                request.reply([memoryview(JOINED.pack(self._join(worker, request.sender), self._started))])
+                step = self._join(worker, request)
+                request.reply([memoryview(JOINED.pack(step, self._started, self._telling))])
                 self._answer_tellings()
             case Verb.SET:
                 (number,) = BUNDLE.unpack(head)
+                self._joined(request)
                 self._start(number, parts)
                 request.reply()
                 self._answer_all()
             case Verb.FETCH:
                 (number,) = BUNDLE.unpack(head)
+                self._joined(request)
                 request.reply(packed_state(self._bundle(number).kept.state()))
             case Verb.TELL:
                 worker, number = TELL.unpack(head)
-                self._present(self._asker(worker))
+                self._present(self._asker(worker), request)
                 self._told.setdefault(number, {})[worker] = request, json.loads(bytes(parts[0]))
                 self._answer_tellings()
             case Verb.LEAVE:
                 (worker,) = WHO.unpack(head)
-                self._present(worker)
-                self._names.pop(request.sender, None)
+                self._present(worker, request)
+                del self._places[request.identity]
                 request.reply()
                 for bundle in self.bundles:
                     bundle.give_up_watch(worker)
@@ -278,28 +290,36 @@ class ParameterServer:
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
-    def _join(self, worker: int, name: str) -> int:
+    def _join(self, worker: int, request: Request) -> int:
         """A worker comes, or comes back: what was under way is forgotten. Returns the step that it takes next."""
         if not 0 <= worker < self.workers:
             raise ValueError(f"there is no worker {worker}")
-        self._names[name] = worker
+        self._places = {who: each for who, each in self._places.items() if each != worker}
+        self._places[request.identity] = worker
         self._came.add(worker)
         self._gone.discard(worker)
         self._begun.pop(worker, None)
         self._failed.pop(worker, None)
         for bundle in self.bundles:
             bundle.arrived.pop(worker, None)
-            bundle.done[worker] = 0
+            bundle.done[worker], bundle.given[worker] = 0, -1
             bundle.give_up(worker)
             bundle.give_up_watch(worker)
             bundle.holder.join(worker)
             bundle.holder.reads[worker] = -1
         return self._steps.get(worker, 0)
 
-    def _present(self, worker: int) -> None:
-        """Whoever asks is there, though its link may have been given up."""
-        if not 0 <= worker < self.workers:
-            raise ValueError(f"there is no worker {worker}")
+    def _joined(self, request: Request) -> int:
+        """Who asks. Raises ValueError where it has not joined, or another process has since, in its place."""
+        worker = self._places.get(request.identity)
+        if worker is None:
+            raise ValueError(f"{request.sender} has not joined, or was replaced while it was away; start it again")
+        return worker
+
+    def _present(self, worker: int, request: Request) -> None:
+        """Who asks is there, though its link may have been given up."""
+        if self._joined(request) != worker:
+            raise ValueError(f"{request.sender} asks as worker {worker}, which it is not")
         if worker in self._gone:
             self._gone.discard(worker)
             for bundle in self.bundles:
@@ -311,7 +331,7 @@ class ParameterServer:
 
     def _leave(self, loss: Loss) -> None:
         """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
-        worker = self._names.get(loss.name)
+        worker = self._places.get(loss.identity)
         if worker is None:
             return
         for bundle in self.bundles:
@@ -337,6 +357,7 @@ class ParameterServer:
         there = {worker for asker, team in enumerate(self._teams) if asker not in self._gone for worker in team}
         for number in [number for number, told in self._told.items() if there <= set(told)]:
             told = self._told.pop(number)
+            self._telling = max(self._telling, number + 1)
             rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self._teams[-1].stop)])
             for request, _ in told.values():
                 request.reply([memoryview(rows.encode())])
@@ -370,7 +391,6 @@ class ParameterServer:
         if self.compression.lossless:
             for part, data in zip(kept.parts, words, strict=True):
                 grads.append(torch.frombuffer(data, dtype=part.dtype).view(part.shape) if len(data) else None)
-            push.keeps = True
         elif not words:
             grads.append(None)
         else:
@@ -379,7 +399,16 @@ class ParameterServer:
             piece = Piece(spec, torch.zeros_like(out), out)
             heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
             grads.append(out.view(part.shape))
+        for spec, grad in zip(kept.specs, grads, strict=True):
+            if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
+                what = f"the gradient of {spec.name} that {self._named(worker)} sent for step {step + 1} is not finite"
+                raise ValueError(f"{what}; lower the learning rate, or scale the loss down")
+        push.keeps = self.compression.lossless
         bundle.arrived[worker] = step, version, grads, push
+
+    def _named(self, worker: int) -> str:
+        team = self._teams[worker]
+        return f"worker {team.start}" if len(team) == 1 else f"one of workers {team.start} to {team.stop - 1}"
 
     def _count(self, worker: int, bundle: _Open) -> None:
         """Let a worker's gradients count, if they are there and their step has begun."""
@@ -398,12 +427,12 @@ class ParameterServer:
         self._answer(bundle, worker)
 
     def _pull(self, worker: int, number: int, steps: int, urgency: int, request: Request) -> None:
+        if worker in self._failed:
+            request.refuse(self._failed[worker])
+            return
         if number == BUFFERS:
             self._buffers.ask(worker, request, steps)
             self._answer(self.bundles[0], worker)
-            return
-        if worker in self._failed:
-            request.refuse(self._failed[worker])
             return
         bundle = self._bundle(number)
         bundle.give_up(worker)
@@ -431,10 +460,11 @@ class ParameterServer:
             if bundle.done[worker] >= steps and holder.may_start(worker):
                 del bundle.waiting[worker]
                 request.reply(self._read(bundle, worker), priority=urgency)
+                bundle.given[worker] = steps
                 self.tally.answered(worker, steps, time.monotonic() - since, by)
         self._answer_watches(bundle, by)
         if bundle is self.bundles[0]:
-            self._buffers.answer(lambda worker, steps: bundle.done[worker] >= steps and holder.may_start(worker))
+            self._buffers.answer(lambda worker, steps: bundle.given[worker] >= steps)
 
     def _answer_watches(self, bundle: _Open, by: int) -> None:
         """Whoever has less than everyone has done by now gets what is new; who cannot go on without it waits for it."""
@@ -501,6 +531,10 @@ class _Buffers:
 
     def ask(self, worker: int, request: Request, steps: int) -> None:
         self._waiting[worker] = request, steps
+
+    def give_up(self, worker: int, why: str) -> None:
+        if worker in self._waiting:
+            self._waiting.pop(worker)[0].refuse(why)
 
     def answer(self, may: Callable[[int, int], bool]) -> None:
         for worker, (request, steps) in list(self._waiting.items()):

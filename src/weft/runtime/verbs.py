@@ -1,7 +1,7 @@
 """What workers ask of parameter servers, and how that is written.
 
-    JOIN    worker; replies its step, and           it takes part from here on
-            whether there is a model
+    JOIN    worker; replies its step, whether       it takes part from here on, and whoever had its place does not
+            there is a model, next telling
     SET     bundle; values, optimizer's state       what training starts from, by worker 0
     BEGIN   worker, step, share; hyper-parameters,  gradients of a step will come, to be used with these
             buffers
@@ -16,7 +16,8 @@
     LEAVE   worker                                  it has all it needs, and nobody waits for it any more
 
 A bundle is what travels together (`topology/_shards`); `BUFFERS` stands for the model's buffers, which are worker 0's.
-Clocks are told to a worker as it counts its own steps: since it joined.
+Clocks are told to a worker as it counts its own steps: since it joined. Whatever else is asked is refused unless it
+comes over the links of the process that joined last as this worker.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ BEGIN = struct.Struct("!IQd?")
 PULL = struct.Struct("!IIQi")
 WATCH = struct.Struct("!IIqi")
 PULLED = struct.Struct("!Qq?")
-JOINED = struct.Struct("!Q?")
+JOINED = struct.Struct("!Q?Q")
 TELL = struct.Struct("!IQ")
 
 BUFFERS = 2**32 - 1

@@ -13,11 +13,13 @@ from weft.errors import JobError, PeerLost
 from weft.transport.messaging.frames import FrameError, Head, Kind
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
-from weft.transport.messaging.meeting import Guest, Stranger, call
+from weft.transport.messaging.meeting import Guest, SentAway, Stranger, call
 
 _PAUSE_S = 0.05
 _IN_VAIN = 20
 """Links in a row that may break without having brought a reply."""
+_CROWDED_S = 5.0
+"""How long a server that ends connections before a proof may be called again: it may have too many callers."""
 
 
 class Refused(JobError):
@@ -202,11 +204,15 @@ class Client:
 
     def _call(self, deadline: float) -> Link:
         """A link, as soon as the server answers."""
+        crowded = min(deadline, time.monotonic() + _CROWDED_S)
         while True:
             left = deadline - time.monotonic()
             try:
                 stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left), even_here=self.even_here)
                 return Link(stream, str(self), self._guest.identity, self, self.patience_s)
+            except SentAway:
+                if time.monotonic() + _PAUSE_S > crowded or self._closed:
+                    raise
             except Stranger:
                 raise
             except OSError as error:

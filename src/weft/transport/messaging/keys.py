@@ -21,7 +21,8 @@ from weft.errors import JobError
 
 _FIRST = re.compile(r"weft-key-1 ([0-9a-f]{64})")
 _NAME = "weft run"
-_YEARS = 2
+_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
+"""A key is good for as long as its file is there; hosts' clocks have no say in that."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,14 @@ def _identity() -> str:
         return ""  # good enough where the network is trusted; `context` says what is missing where it is not
     private = Ed25519PrivateKey.generate()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
-    now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(private.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(private, None)
     )

@@ -6,8 +6,9 @@
     server   one byte: welcome
 
 Where the network is not trusted all of this is said within TLS, in which both have shown the run's certificate. A proof
-is an HMAC; whoever gets none right learns nothing, and is not answered. Between two ends of one address nothing is on
-the network, and both may leave TLS out: each sees that for itself, so nobody else can talk them into it.
+is an HMAC. A caller without the key gets the server's proof, from which it learns nothing about a key of 256 random
+bits, and nothing after its own. Between two ends of one address nothing is on the network, and both may leave TLS out:
+each sees that for itself, so nobody else can talk them into it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Stranger(PeerLost):
     """The other side does not hold this run's key, or is no Weft at all."""
 
 
+class SentAway(Stranger):
+    """The connection ended before both sides had proved themselves, as it does where too many call at once."""
+
+
 @dataclass(frozen=True)
 class Guest:
     """Who asks: `identity` is one asker's life, over all its connections."""
@@ -51,7 +56,7 @@ def receive(
 ) -> tuple[Stream, Guest]:
     """The server's side. Raises Stranger or OSError; takes PATIENCE_S at most."""
     deadline = time.monotonic() + PATIENCE_S
-    stream = _stream(sock, tls if even_here or not here(sock) else None, server=True)
+    stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=True)
     hello = _exactly(stream, _HELLO.size, deadline)
     greeting, identity, name, theirs = _HELLO.unpack(hello)
     if greeting != _GREETING:
@@ -78,7 +83,7 @@ def call(
     where = "{}:{}".format(*address)
     sock = socket.create_connection(address, timeout=patience_s)
     try:
-        stream = _stream(sock, tls if even_here or not here(sock) else None, server=False)
+        stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=False)
         mine = secrets.token_bytes(32)
         name = _fitting(guest.name.encode())
         hello = _HELLO.pack(_GREETING, guest.identity, name, mine)
@@ -92,7 +97,8 @@ def call(
         return stream
     except (ssl.SSLError, ConnectionResetError, BrokenPipeError) as error:
         sock.close()
-        raise Stranger(f"{where} did not accept this process ({_words(error)}); {_remedy(key)}") from None
+        kind = Stranger if isinstance(error, ssl.SSLError) else SentAway
+        raise kind(f"{where} did not accept this process ({_words(error)}); {_remedy(key)}") from None
     except BaseException:
         sock.close()
         raise
@@ -118,11 +124,8 @@ def _words(error: OSError) -> str:
     return str(getattr(error, "reason", None) or error)
 
 
-def _stream(sock: socket.socket, tls: ssl.SSLContext | None, *, server: bool) -> Stream:
-    if tls is None:
-        return Plain(sock)
-    sock.settimeout(PATIENCE_S)
-    return handshake(sock, tls, server=server)
+def _stream(sock: socket.socket, tls: ssl.SSLContext | None, deadline: float, *, server: bool) -> Stream:
+    return Plain(sock) if tls is None else handshake(sock, tls, deadline, server=server)
 
 
 def _exactly(stream: Stream, size: int, deadline: float) -> bytes:

@@ -15,18 +15,19 @@ from weft.errors import PeerLost
 from weft.transport.messaging.frames import REQUESTS, FrameError, Head, Kind
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
-from weft.transport.messaging.meeting import PATIENCE_S, receive
+from weft.transport.messaging.meeting import receive
 
 log = logging.getLogger("weft.messaging")
 
 _STRANGERS = 32
-"""So many may be on the doorstep at once; who comes then is sent away unheard."""
+"""So many connections may be unproven at once; the next one takes the place of the oldest."""
 _WINDOW = 1 << 14
 """Requests of one asker that may be open at once; more are left in the network until some are answered."""
 _REMEMBERED = 1 << 16
 """Replies of one asker that may be kept; who never settles so many is sent away."""
 _KEPT_S = 120.0
-"""How long an asker that went away may come back and find its replies."""
+"""How long an asker that went away may come back and find its replies. What it has asked is known for ever."""
+_FORGOTTEN = f"this was asked before, and its reply is kept for {_KEPT_S:g} s only; start this process again"
 _GOODBYE = "it said goodbye"
 _MOST_REPLY = 64 * 1024
 """Replies to requests that count are kept, and so are small."""
@@ -36,6 +37,7 @@ _MOST_REPLY = 64 * 1024
 class _Session:
     """One asker, over all its connections."""
 
+    identity: bytes
     name: str
     link: Link | None
     settled: int = 0
@@ -44,6 +46,10 @@ class _Session:
     """Bytes of open requests."""
     answered: dict[int, tuple[Head, list[memoryview]]] = field(default_factory=dict)
     left_at: float = 0.0
+    highest: int = 0
+    """The highest number of a request that counts."""
+    forgotten: int = 0
+    """Up to this number replies are not kept any more."""
 
     def full(self, most_bytes: int) -> bool:
         """Whether more is open than should be, by number or by bytes."""
@@ -66,6 +72,11 @@ class Request:
         return self._session.name
 
     @property
+    def identity(self) -> bytes:
+        """Which asker's life this is; one that was started again has the same name and another identity."""
+        return self._session.identity
+
+    @property
     def verb(self) -> int:
         return self._head.verb
 
@@ -86,8 +97,9 @@ class Request:
 class Server:
     """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
 
-    `joined` and `left` tell of askers that come for the first time, and of those that went: on purpose, or by a link
-    that broke and was not made anew within `grace_s`. `encrypted` and `even_here` are as for a client.
+    `joined` and `left` tell of askers that come for the first time, and of those that went (name, reason, identity): on
+    purpose, or by a link that broke and was not made anew within `grace_s`. `encrypted` and `even_here` are as for a
+    client.
     """
 
     def __init__(
@@ -102,7 +114,7 @@ class Server:
         patience_s: float = 3.0,
         grace_s: float = 1.5,
         joined: Callable[[str], None] = lambda name: None,
-        left: Callable[[str, str], None] = lambda name, why: None,
+        left: Callable[[str, str, bytes], None] = lambda name, why, identity: None,
     ) -> None:
         self.key, self.handle, self.most_bytes = key, handle, most_bytes
         self.patience_s, self.grace_s, self.even_here = patience_s, grace_s, even_here
@@ -111,7 +123,7 @@ class Server:
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.RLock()
         self._spare: dict[int, list[bytearray]] = {}
-        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -145,28 +157,36 @@ class Server:
                     return
                 time.sleep(0.05)  # no descriptors left: those who are in go on
                 continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
+            self._make_room_for(sock)
             threading.Thread(target=self._meet, args=(sock,), name="weft-meeting", daemon=True).start()
+
+    def _make_room_for(self, sock: socket.socket) -> None:
+        """Where too many connections are unproven, the oldest ends: an asker with the key is through in no time."""
+        with self._lock:
+            while len(self._strangers) >= _STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+            self._strangers[sock] = None
 
     def _meet(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(PATIENCE_S)
             stream, guest = receive(sock, self.key, self._tls, even_here=self.even_here)
         except (OSError, PeerLost) as error:
             log.info("turned somebody away: %s", error)
             sock.close()
             return
         finally:
-            self._strangers.release()
+            with self._lock:
+                self._strangers.pop(sock, None)
         link = Link(stream, guest.name, guest.identity, self, self.patience_s)
         with self._lock:
             self._forget()
             session = self._sessions.get(guest.identity)
             new = session is None
             if session is None:
-                session = self._sessions[guest.identity] = _Session(guest.name, link)
+                session = self._sessions[guest.identity] = _Session(guest.identity, guest.name, link)
             old, session.link = session.link, link
         if old is not None and old is not link:
             self._carrier.part(old)
@@ -175,11 +195,12 @@ class Server:
         self._carrier.carry(link)
 
     def _forget(self) -> None:
-        """Let go of those who went long ago."""
+        """Let go of the replies of those who went long ago; what they have asked must never count again."""
         now = time.monotonic()
-        gone = [who for who, each in self._sessions.items() if each.link is None and now - each.left_at > _KEPT_S]
-        for who in gone:
-            del self._sessions[who]
+        for each in self._sessions.values():
+            if each.link is None and now - each.left_at > _KEPT_S:
+                each.answered.clear()
+                each.forgotten = each.highest
 
     # --- what links tell (in the carrier's thread) ------------------------------------------------------------------
 
@@ -221,6 +242,11 @@ class Server:
             replayed = head.kind == Kind.ONCE and head.number <= session.settled
             if replayed or head.number in session.open:
                 return  # or it came again before it was answered
+            if head.kind == Kind.ONCE and head.number <= session.forgotten:
+                link.send(Head(Kind.REFUSAL, head.verb, head.number), [memoryview(_FORGOTTEN.encode())])
+                return
+            if head.kind == Kind.ONCE:
+                session.highest = max(session.highest, head.number)
             if len(session.answered) >= _REMEMBERED:
                 raise FrameError(f"{_REMEMBERED} replies are not settled")
             request = session.open[head.number] = Request(self, session, head, parts)
@@ -240,17 +266,15 @@ class Server:
                 return
             session.link, session.left_at = None, time.monotonic()
         if reason == _GOODBYE:
-            self._left(session.name, reason)
+            self._left(session.name, reason, session.identity)
         elif not self._closed:
             waiting = threading.Timer(self.grace_s, self._gone_for_good, (session, session.left_at, reason))
             waiting.daemon = True
             waiting.start()
 
     def _gone_for_good(self, session: _Session, since: float, reason: str) -> None:
-        with self._lock:
-            back = any(each.link is not None and each.name == session.name for each in self._sessions.values())
-        if session.left_at == since and not back and not self._closed:
-            self._left(session.name, reason)
+        if session.left_at == since and session.link is None and not self._closed:
+            self._left(session.name, reason, session.identity)
 
     def _answer(self, session: _Session, asked: Head, kind: Kind, parts: list[memoryview], priority: int = 0) -> None:
         head = Head(kind, asked.verb, asked.number)

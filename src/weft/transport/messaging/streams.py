@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -122,11 +123,15 @@ class Tls:
         self.sock.close()
 
 
-def handshake(sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> Tls:
-    """TLS over a connection that still waits, each time as long as its timeout says."""
+def handshake(sock: socket.socket, context: ssl.SSLContext, deadline: float, *, server: bool) -> Tls:
+    """TLS over a connection that still waits. Raises TimeoutError where it is not over by the deadline."""
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(coming, going, server_side=server)
     while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other side takes too long")
+        sock.settimeout(left)
         try:
             tls.do_handshake()
             done = True
