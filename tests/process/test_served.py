@@ -368,6 +368,11 @@ def test_a_second_optimizer_is_refused_though_gradients_are_late() -> None:
         spawn(2, unusual, "two optimizers", WEFT_STRATEGY="bsp / colocated / priority")
 
 
+def test_a_parameter_that_leaves_shared_memory_is_refused() -> None:
+    with pytest.raises(ChildError, match=r"0\.bias was given other memory"):
+        spawn(2, misuse, "model[0].bias.data = model[0].bias.data.clone()", WEFT_STRATEGY="asp / shared_memory")
+
+
 def changing(kind: str) -> list[float]:
     """A loop that changes the optimizer's options from step to step; the model in the end."""
     run = weft.init(steps=6)

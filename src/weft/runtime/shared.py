@@ -7,16 +7,21 @@ optimizer steps them in place. There is nothing else to it: no gradients are exc
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from weft.errors import PeerLost, UserError
+from weft.errors import LoopError, PeerLost, UserError
 
 
-def share(model: nn.Module, folder: Path, *, first: bool, timeout_s: float) -> None:
-    """Move a model's parameters into memory that is shared with whoever shares in the same folder."""
+def share(model: nn.Module, optimizer: Optimizer, folder: Path, *, first: bool, timeout_s: float) -> None:
+    """Move a model's parameters into memory that is shared with whoever shares in the same folder.
+
+    From then on a step raises LoopError where the loop has given a parameter other memory.
+    """
     params = list(model.parameters())
     if any(p.device.type != "cpu" for p in params):
         raise UserError("shared_memory trains on CPUs; use --device cpu, or another topology, such as direct")
@@ -37,6 +42,17 @@ def share(model: nn.Module, folder: Path, *, first: bool, timeout_s: float) -> N
         at += size
     if first:
         ready.touch()
+    shared = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    optimizer.register_step_pre_hook(lambda *_: _check(shared))
+
+
+def _check(shared: Mapping[str, tuple[Tensor, int]]) -> None:
+    for name, (p, address) in shared.items():
+        if p.data_ptr() != address:
+            raise LoopError(
+                f"{name} was given other memory, and the other workers train what it was; write into it instead, as "
+                "p.data.copy_(values) does"
+            )
 
 
 def _wait_for(file: Path, timeout_s: float) -> None:

@@ -242,7 +242,7 @@ class Run:
         if self._served is not None:
             self._served.start()
         elif self._shares_memory:
-            share(model, self._common_folder(), first=self.is_main, timeout_s=self._between.timeout_s)
+            share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._between.timeout_s)
             self._guard = Guard(*zip(*model.named_parameters(), strict=True), lossless=True)
         elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
