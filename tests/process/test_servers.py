@@ -510,10 +510,11 @@ def test_a_gradient_that_is_not_finite_changes_no_model(compression: str, bad: f
 
 def test_a_compressor_that_overflows_is_named_before_anything_is_sent() -> None:
     key = Key.fresh()
-    server = lonely(key, "asp / parameter_server / cast(dtype=fp16)")
+    server = lonely(key, "asp / parameter_server / error_feedback(cast(dtype=fp16))")
     worker, model = alone_with(server, key)
-    with pytest.raises(LoopError, match=r"cast\(dtype=fp16\) makes values that are not finite of the gradient of a"):
+    with pytest.raises(LoopError, match=r"fp16\)\) makes values that are not finite of the gradient of a"):
         take_step(worker, model, 0, 1e5)
+    assert all(torch.isfinite(kept).all() for memory in worker.state.values() for kept in memory.values())
     assert not any(part.any() for each in server.bundles for part in each.kept.parts)
     worker.close()
     server.close()

@@ -301,6 +301,8 @@ class Servers:
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
         words = said(self.compression, piece, self.state, ctx)
         if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
+            for kept in self.state.get(piece.spec.name, {}).values():
+                kept.nan_to_num_(0.0, 0.0, 0.0)
             what = f"{self.compression} makes values that are not finite of the gradient of {part.name}"
             raise LoopError(
                 f"{what}, at step {step + 1}; use another one, such as cast(dtype=bf16), or scale the loss down"
