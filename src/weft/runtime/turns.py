@@ -164,30 +164,34 @@ class Slots:
     """Where a model's buffers are: modules may put another tensor in a buffer's place in every forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        found: dict[int, tuple[nn.Module, str, str, torch.Size, torch.dtype]] = {}
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        self._tensors: list[torch.Tensor] = []
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    where = f"{path}.{name}" if path else name
-                    found.setdefault(id(buffer), (module, name, where, buffer.shape, buffer.dtype))
-        self._places = list(found.values())
+                if buffer is not None and not any(buffer is other for other in self._tensors):
+                    self._places.append((module._buffers, name, f"{path}.{name}" if path else name))
+                    self._tensors.append(buffer)
+                    if not buffer.is_contiguous():
+                        module._buffers[name] = self._tensors[-1] = buffer.contiguous()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The buffers as they are now, each in one piece of memory; raises LoopError where one has another shape."""
-        now = []
-        for module, name, where, shape, dtype in self._places:
-            buffer = module._buffers.get(name)
-            if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
-                kind = "removed" if buffer is None else f"replaced by one of {tuple(buffer.shape)}, {buffer.dtype}"
-                raise LoopError(
-                    f"buffer {where}, of {tuple(shape)} and {dtype} in run.distribute(), was {kind}; workers exchange "
-                    "buffers, so keep its shape and type, or make it a plain attribute"
-                )
-            if not buffer.is_contiguous():
-                buffer = module._buffers[name] = buffer.contiguous()
-            now.append(buffer.detach())
-        return now
+        for at, ((buffers, name, where), known) in enumerate(zip(self._places, self._tensors, strict=True)):
+            if (buffer := buffers.get(name)) is not known:
+                self._tensors[at] = buffers[name] = _in_place_of(known, buffer, where)
+        return list(self._tensors)
+
+
+def _in_place_of(known: torch.Tensor, buffer: torch.Tensor | None, where: str) -> torch.Tensor:
+    """A buffer that replaces another, in one piece of memory, and no part of a graph."""
+    if buffer is None or buffer.shape != known.shape or buffer.dtype != known.dtype:
+        kind = "removed" if buffer is None else f"replaced by one of {tuple(buffer.shape)}, {buffer.dtype}"
+        raise LoopError(
+            f"buffer {where}, of {tuple(known.shape)} and {known.dtype} in run.distribute(), was {kind}; workers "
+            "exchange buffers, so keep its shape and type, or make it a plain attribute"
+        )
+    return buffer.detach().contiguous()
 
 
 def stream_seed(seed: int, rank: int) -> int:
