@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -53,12 +52,11 @@ class Served:
     ) -> None:
         refuse(model, optimizer, world)
         self.optimizer, self.turns, self.watch, self.timeout_s = optimizer, turns, watch, timeout_s
-        self.synchrony, self.overlaps = strategy.synchrony, strategy.schedule.overlaps
+        self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
         self.unused, self.asked, self.lossless = unused, False, strategy.compression.lossless
         self.leaving = False
         """Whether all workers leave after this step."""
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.defers = defers and all(type(p) is nn.Parameter for p in self.named.values())  # others stay as they are
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
         self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -269,9 +267,7 @@ class Served:
     def _touched(self, param: Late) -> None:
         assert self._pulled is not None
         began = self.watch.clock.stamp()
-        with temporarily_clear_interpreter_stack():  # within torch.func, which would take the copy for its own
-            early = self._enter(self._name_of[id(param)], self._pulled)
-        if early:
+        if self._enter(self._name_of[id(param)], self._pulled):
             self.watch.held_up(began)
         arrive(param)
 
