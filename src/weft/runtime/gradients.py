@@ -62,7 +62,7 @@ class Gradients:
         self.names = [named[p] for p in self.params]
         self.frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
         self.engine, self.turns, self.watch = engine, turns, watch
-        self.buffers = Buffers(model)
+        self.buffers = Buffers(model, turns.workers)
         self.unused: bool | None = unused or None  # None: the first step will tell
         self.order: list[int] = []
         self.in_backward = False

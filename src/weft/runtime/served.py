@@ -61,7 +61,7 @@ class Served:
         self._name_of = {id(p): name for name, p in self.named.items()}
         self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.unchanged = Unchanged(model, self.named, optimizer)
-        self._slots = Slots(model)
+        self._slots = Slots(model, turns.workers)
         self.asking: Servers | Pinned = reach(
             model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
         )

@@ -132,8 +132,8 @@ class Buffers:
     Where a process carries several workers, each starts its turn from the same buffers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._slots = Slots(model)
+    def __init__(self, model: nn.Module, workers: int) -> None:
+        self._slots = Slots(model, workers)
         self.start = [buffer.clone() for buffer in self.tensors]
         self.first = self.start
 
@@ -163,7 +163,8 @@ class Buffers:
 class Slots:
     """Where a model's buffers are: modules may put another tensor in a buffer's place in every forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, workers: int) -> None:
+        self._workers = workers
         self._places: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         self._tensors: list[torch.Tensor] = []
         for path, module in model.named_modules():
@@ -179,12 +180,20 @@ class Slots:
         """The buffers as they are now, each in one piece of memory; raises LoopError where one has another shape."""
         for at, ((buffers, name, where), known) in enumerate(zip(self._places, self._tensors, strict=True)):
             if (buffer := buffers.get(name)) is not known:
-                self._tensors[at] = buffers[name] = _in_place_of(known, buffer, where)
+                self._tensors[at] = buffers[name] = _in_place_of(known, buffer, where, self._workers)
         return list(self._tensors)
 
 
-def _in_place_of(known: torch.Tensor, buffer: torch.Tensor | None, where: str) -> torch.Tensor:
-    """A buffer that replaces another, in one piece of memory, and no part of a graph."""
+def _in_place_of(known: torch.Tensor, buffer: torch.Tensor | None, where: str, workers: int) -> torch.Tensor:
+    """A buffer that replaces another, in one piece of memory, and no part of a graph.
+
+    One that counts is the same in all workers. One that is computed from a batch is each worker's own.
+    """
+    if workers > 1 and buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
+        raise LoopError(
+            f"buffer {where} was replaced by another tensor, which every worker computes from its own batch; change it "
+            "in place, as BatchNorm does, and all workers keep the first one's"
+        )
     if buffer is None or buffer.shape != known.shape or buffer.dtype != known.dtype:
         kind = "removed" if buffer is None else f"replaced by one of {tuple(buffer.shape)}, {buffer.dtype}"
         raise LoopError(
