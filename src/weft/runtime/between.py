@@ -84,6 +84,7 @@ class BetweenSteps:
     def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> Known | None:
         """Before anything is distributed: what an earlier part of the run left, put back."""
         self.parts = parts
+        self.reading.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = Path(os.environ.get("WEFT_JOB", "")).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
@@ -102,11 +103,10 @@ class BetweenSteps:
         return Known(order, Seen.of(seen) if seen else None) if order else None
 
     def opened(self) -> None:
-        """Everything is distributed: the workers' own state."""
-        if self._saved is not None:
+        """Everything is distributed: the workers' own state, unless the loop comes past an open epoch first."""
+        if self._saved is not None and self._saved.common["epoch"] is None:
             put_back_workers(self.parts, self._saved, self.strategy)
-            if self._saved.common["epoch"] is None:
-                self._saved = None
+            self._saved = None
 
     def _prepare(self, root: Path) -> None:
         """Clear what a killed writer left, and agree on a name that nothing of an earlier part of the run has."""
@@ -198,6 +198,10 @@ class BetweenSteps:
                 self._saving.finish()
             self.left = True
             raise SystemExit(LEFT)
+
+    def passed(self) -> None:
+        if self.parts.gradients is not None:
+            self.parts.gradients.compare_steps()
 
     def _look_around(self) -> None:
         """Whether all that steps along is known; a checkpoint that misses something would be a wrong one."""

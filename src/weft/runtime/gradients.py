@@ -74,7 +74,9 @@ class Gradients:
         self.defers = defers
         self.deferred = Deferred(engine, watch)
         self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
-        self.guard = engine.guard = Guard(self.names, self.params, lossless=engine.compression.lossless)
+        self.guard = engine.guard = Guard(
+            self.names, self.params, lossless=engine.compression.lossless and not turns.sums
+        )
         self.seen: Seen | None = None
         wanted = any(layer.factors for layer in wrapped(engine.compression))
         self.factors = Factors(model, self.params) if wanted else None
@@ -160,6 +162,12 @@ class Gradients:
             self.guard.begin(self.turns.step)
             self.guard.judge(self.engine.transport.tell(self.guard.words()))
             self.guard.check()
+
+    def compare_steps(self) -> None:
+        """A pass over data is over, in all processes, after the same number of steps; they call this together."""
+        self.flush()
+        words = self.guard.last_words(self.turns.step)
+        self.guard.judge(self.engine.transport.tell_later(lambda: words).heard())
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +259,7 @@ class Gradients:
         self.missing = [len(members) for members in self.members]
         if self.turns.last:
             self.engine.begin(self.memory, self.turns.step)
+            self.guard.batches = self.turns.fingerprint
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _count(self, index: int) -> None:

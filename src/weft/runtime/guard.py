@@ -1,8 +1,9 @@
 """What must not happen unseen: a value that is not finite on its way into the model, replicas that drift apart.
 
 Each process looks at its workers' gradients before they are exchanged and at the means that come back. What it finds,
-whether it was asked to leave, and now and then a hash of its parameters go to all others in one small message beside
-the step's last bucket, so that all of them act alike and can name who it was.
+whether it was asked to leave, how many steps it has taken, a fingerprint of the batches that were dealt, and now and
+then a hash of its parameters go to all others in one small message beside the step's last bucket, so that all of them
+act alike and can name who it was.
 
 On a GPU, where an answer would have to be waited for, the same is told one step later (`unread`).
 """
@@ -37,6 +38,8 @@ class Guard:
         """Whether any process was, before the step that is under way: all of them know."""
         self.trouble: str | None = None
         """What is wrong with the gradients of the present step."""
+        self.batches = 0
+        """The batches that all workers were dealt for the present step, as one number."""
         self._told_to_leave = False
         self._unread = Unread()
         self.begin(0)
@@ -45,6 +48,7 @@ class Guard:
         """A new step's gradients come; all processes have heard each other's words about the step before."""
         self.leaving = self._told_to_leave
         self.trouble = None
+        self.batches = 0
         self._rank = self._index = self._mean = -1
         self._turn_the_page(step)
         self._hash = hashed(self.params) if step and step % HASH_EVERY == 0 else 0
@@ -98,7 +102,11 @@ class Guard:
     def words(self) -> list[int]:
         """What the others need to know."""
         self._look_back()
-        return [int(self.asked), self._rank + 1, self._index + 1, self._hash]
+        return [int(self.asked), self._rank + 1, self._index + 1, self._hash, self.step, 0, self.batches]
+
+    def last_words(self, step: int) -> list[int]:
+        """What the others need to know where a process has no more batches."""
+        return [int(self.asked), 0, 0, 0, step, 1, 0]
 
     def _look_back(self) -> None:
         """What a GPU has found in the step before."""
@@ -109,8 +117,10 @@ class Guard:
             self._rank, self._index = blamed
 
     def judge(self, rows: Sequence[Sequence[int]]) -> None:
-        """Everyone's words, the same in every process; raises where replicas have drifted apart."""
+        """Everyone's words, the same in every process; raises where processes have gone different ways."""
         self._told_to_leave = any(row[0] for row in rows)
+        check_steps([row[4] for row in rows], [bool(row[5]) for row in rows])
+        check_batches([row[6] for row in rows])
         found = next((row for row in rows if row[2]), None)
         if found is not None:
             self.trouble = f"worker {found[1] - 1} has a gradient that is not finite, of {self.names[found[2] - 1]}"
@@ -154,6 +164,32 @@ class Guard:
         self._look_back()
         if self._mean >= 0:
             raise _refusal(f"the gradient of {self.names[self._mean]} is not finite", self._before.step)
+
+
+def check_steps(steps: Sequence[int], through: Sequence[bool]) -> None:
+    """Refuse to go on where processes have taken different numbers of steps, or some have no more batches."""
+    if len(set(steps)) > 1:
+        fewest, most = steps.index(min(steps)), steps.index(max(steps))
+        raise LoopError(
+            f"process {fewest} has taken {min(steps)} steps, process {most} {max(steps)}: a step that only some "
+            "workers skip leaves replicas that differ; decide by a value that all workers have alike, such as the norm "
+            "that run.clip() returns"
+        )
+    if len(set(through)) > 1:
+        raise LoopError(
+            f"process {through.index(True)} has no more batches after {steps[0]} steps, process {through.index(False)} "
+            "goes on; give run.shard() a loader of the same length in every process, or say own=True"
+        )
+
+
+def check_batches(fingerprints: Sequence[int]) -> None:
+    """Refuse to go on where processes deal from different batches."""
+    if len(set(fingerprints)) > 1:
+        raise LoopError(
+            "the loaders of the processes give different batches, so that samples would be used twice or never; build "
+            "the loader alike in every process: shuffle by DataLoader(shuffle=True), or with a generator of a fixed "
+            "seed (torch.randperm(n, generator=torch.Generator().manual_seed(epoch))); or say own=True"
+        )
 
 
 def _refusal(trouble: str, step: int) -> LoopError:

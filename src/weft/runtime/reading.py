@@ -1,14 +1,15 @@
 """How far a run has read its data, as consumed by steps: what loaders have fetched ahead does not count.
 
 An *epoch* is one pass of `run.shard`. Where a run goes on, the loop starts from its beginning again: epochs that were
-through give nothing, the one that was open goes on behind its last step. Passes without a step (evaluations) are made
-again.
+through give nothing, and random numbers go on as they were at the end of the last of them; the one that was open goes
+on behind its last step. Passes without a step (evaluations) are made again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ class Epoch:
 
     number: int
     began: int
-    """Optimizer steps taken before it; names its random order."""
+    """Optimizer steps taken before it; names its random order, together with `beside`."""
     consumed: int = 0
     """Batches that steps have used, over all workers."""
     over: bool = False
@@ -30,6 +31,10 @@ class Epoch:
     """Whether steps were taken in it."""
     draws: list[Any] = field(default_factory=list)
     """The random numbers' states at its beginning: a loader that cannot be entered in the middle is read again."""
+    beside: int = 0
+    """How many other epochs were open that had begun at the same step, as where two loaders are zipped."""
+    again: bool = False
+    """Whether it began in an earlier part of the run."""
 
 
 class Reading:
@@ -37,42 +42,77 @@ class Reading:
 
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
+        self.generators: Sequence[torch.Generator] = ()
+        """Those that the run keeps beside torch's own."""
+        self._ended: list[Any] = []
+        """The random numbers' states at the end of the latest epoch with steps."""
         self._left: list[Epoch] = []  # of an earlier part of the run, and not yet met again
         self.resized = False
         """Whether that part had another number of workers."""
 
-    def begin(self, step: int, loader: Iterable[Any]) -> Epoch | None:
-        """The next epoch; None where an earlier part of the run has been through it."""
-        while self._left:
+    def begin(self, step: int, loader: Iterable[Any]) -> Epoch:
+        """The next epoch; one that is over already where an earlier part of the run has been through it."""
+        if self._left:
             epoch = self._left.pop(0)
             self.epochs.append(epoch)
-            if not epoch.over:
-                if not any(not later.over for later in self._left):  # passes inside of this one, already made
-                    self.epochs += self._left
-                    self._left = []
-                _set_states(epoch.draws, loader)
-                return epoch
-            if epoch.stepped:
-                return None
-            return Epoch(number=-1, began=epoch.began)  # an evaluation: again, and not counted
-        epoch = Epoch(number=len(self.epochs), began=step, draws=_states(loader))
+            if not epoch.over and not any(not later.over for later in self._left):
+                self.epochs += self._left  # passes inside of this one, already made
+                self._left = []
+            elif epoch.over and not epoch.stepped:  # an evaluation: again, and not counted
+                return Epoch(number=-1, began=epoch.began, beside=epoch.beside)
+            return epoch
+        beside = sum(1 for each in self.epochs if not each.over and each.began == step)
+        draws = [*self._states(), *(generator.get_state() for generator in _generators(loader))]
+        epoch = Epoch(number=len(self.epochs), began=step, draws=draws, beside=beside)
         self.epochs.append(epoch)
         return epoch
 
+    @contextmanager
+    def entering(self, epoch: Epoch, loader: Iterable[Any]) -> Iterator[None]:
+        """Random numbers are those of the epoch's beginning, where it has begun in an earlier part of the run."""
+        if not epoch.again or not epoch.draws:
+            yield
+            return
+        now, count = self._states(), len(self._states())
+        self._set_states(epoch.draws[:count])
+        for generator, state in zip(_generators(loader), epoch.draws[count:], strict=True):
+            generator.set_state(state)
+        yield
+        self._set_states(now)
+
+    def skipped(self) -> None:
+        """The loop has come past an epoch that is over: after the last of them it goes on as it did then."""
+        if self._ended and not any(later.over and later.stepped for later in self._left):
+            self._set_states(self._ended)
+
     def end(self, epoch: Epoch, step: int) -> None:
         epoch.over, epoch.stepped, epoch.draws = True, step > epoch.began, []
+        if epoch.stepped:
+            self._ended = self._states()
+
+    def _states(self) -> list[Any]:
+        return [process_draws(), torch.get_rng_state(), *(each.get_state() for each in self.generators)]
+
+    def _set_states(self, states: list[Any]) -> None:
+        set_process_draws(states[0])
+        torch.set_rng_state(states[1])
+        for generator, state in zip(self.generators, states[2:], strict=True):
+            generator.set_state(state)
 
     def state(self) -> list[Any]:
         """Without the random numbers, which are each worker's own."""
-        return [[e.began, e.consumed, e.over, e.stepped] for e in [*self.epochs, *self._left]]
+        return [[e.began, e.consumed, e.over, e.stepped, e.beside] for e in [*self.epochs, *self._left]]
 
     def draws(self) -> dict[int, list[Any]]:
-        return {epoch.number: epoch.draws for epoch in self.epochs if not epoch.over}
+        """By epoch, for those that are open; at -1 those of the end of the latest one with steps."""
+        return {-1: self._ended} | {epoch.number: epoch.draws for epoch in self.epochs if not epoch.over}
 
     def load(self, state: list[Any], draws: dict[int, list[Any]]) -> None:
-        self.epochs, self._left = [], []
-        for number, (began, consumed, over, stepped) in enumerate(state):
-            self._left.append(Epoch(number, began, consumed, over, stepped, draws.get(number, [])))
+        self.epochs, self._left, self._ended = [], [], draws.get(-1, [])
+        for number, (began, consumed, over, stepped, *beside) in enumerate(state):
+            epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), again=True)
+            epoch.beside = beside[0] if beside else 0
+            self._left.append(epoch)
 
 
 def process_draws() -> list[Any]:
@@ -92,18 +132,41 @@ def set_process_draws(states: list[Any]) -> None:
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
 
 
-def _states(loader: Iterable[Any]) -> list[Any]:
-    own = [generator.get_state() for generator in _generators(loader)]
-    return [process_draws(), torch.get_rng_state(), *own]
+class Draws:
+    """Random numbers for reading one epoch's data: torch's, numpy's and Python's, the same in every process.
+
+    The loop's own are as they were afterwards, and so do not depend on how much data has been read.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: list[Any] | None = None
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A loader draws from these instead of the loop's."""
+        loops = _global_states()
+        if self._state is None:
+            torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed the GPUs, too
+            random.seed(self._seed)
+            numpy.random.seed(self._seed % 2**32)
+        else:
+            _set_global_states(self._state)
+        try:
+            yield
+        finally:
+            self._state = _global_states()
+            _set_global_states(loops)
 
 
-def _set_states(states: list[Any], loader: Iterable[Any]) -> None:
-    if not states:
-        return
-    set_process_draws(states[0])
-    torch.set_rng_state(states[1])
-    for generator, state in zip(_generators(loader), states[2:], strict=True):
-        generator.set_state(state)
+def _global_states() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=True)]
+
+
+def _set_global_states(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

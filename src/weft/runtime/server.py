@@ -135,7 +135,9 @@ class ServerRun:
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def distribute(self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False) -> NoReturn:
+    def distribute(
+        self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
+    ) -> NoReturn:
         """Serve until every worker has left, and leave."""
         refuse(model, optimizer, self.world)
         assert self.world.server is not None, "a server's process"

@@ -7,26 +7,46 @@ on another's with share 0, so that every loop runs the same number of times and 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeGuard
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from weft.errors import LoopError, UserError
-from weft.runtime.reading import Epoch, Reading
-from weft.runtime.turns import Turns, stream_seed
+from weft.runtime import fingerprint
+from weft.runtime.reading import Draws, Epoch, Reading
+from weft.runtime.shares import Count, Shares, counted, share_of
+from weft.runtime.turns import Share, Turns, stream_seed
 from weft.transport.collective import Processes
 
-Dealt = tuple[Any, float, int]
-"""A batch, its share of the step's joined batch, and how many samples it has."""
+Dealt = tuple[Any, Share, int, int]
+"""A batch, its share of the step's joined batch, how many samples it has, and its step's fingerprint."""
+Group = tuple[list[Any], int]
+"""The batches of one step, or their indices, and a fingerprint: the same number in every process."""
+
+_AHEAD = 64
+"""Steps whose indices are read from a sampler at once."""
+_STATELESS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,67 +73,124 @@ class Dealer:
                     "with as many"
                 )
             return [self._own(loader, epoch)]
-        if isinstance(loader, DataLoader):
-            if isinstance(loader.sampler, DistributedSampler):
-                raise UserError(
-                    "the loader already has a DistributedSampler; give run.shard() a plain loader, or say own=True"
-                )
-            if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-                return self._indexed(loader, epoch)
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            raise UserError(
+                "the loader already has a DistributedSampler; give run.shard() a plain loader, or say own=True"
+            )
+        if _has_indices(loader):
+            return self._indexed(loader, epoch)
         copies = itertools.tee(self._groups(loader, epoch), len(ranks))
         return [_picked(groups, rank, self.workers) for groups, rank in zip(copies, ranks, strict=True)]
 
     def _order(self, epoch: Epoch) -> int:
         """A seed for the order of an epoch: the same for all workers, another when steps have been taken."""
-        return stream_seed(self.seed, -1 - epoch.began)
+        order = stream_seed(self.seed, -1 - epoch.began)
+        return stream_seed(order, epoch.beside) if epoch.beside else order
 
     def _indexed(self, loader: DataLoader[Any], epoch: Epoch) -> list[Iterator[Dealt]]:
         """A map-style loader: deal its sampler's batches, so that each worker loads only its own."""
+        ranks, order, first = self.turns.ranks, self._order(epoch), epoch.consumed
+        copies = itertools.tee(self._indices(loader, epoch), 2 * len(ranks))
+        return [
+            self._loaded(loader, copies[2 * at], copies[2 * at + 1], rank, order, first + rank)
+            for at, rank in enumerate(ranks)
+        ]
+
+    def _indices(self, loader: DataLoader[Any], epoch: Epoch) -> Iterator[Group]:
+        """The groups of an epoch, as indices; an endless sampler is read as it is needed."""
         assert loader.batch_sampler is not None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._order(epoch))
+        draws = Draws(self._order(epoch))
+        with draws.lent():
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself would
-            batches = [list(batch) for batch in loader.batch_sampler][epoch.consumed :]
-        if loader.drop_last:
-            batches = batches[: len(batches) // self.workers * self.workers]
-        groups = [batches[at : at + self.workers] for at in range(0, len(batches), self.workers)]
-        order, first = self._order(epoch), epoch.consumed  # as they are now: a feed may start when others have run
-        return [self._loaded(loader, groups, rank, order, first + rank) for rank in self.turns.ranks]
+            source = iter(loader.batch_sampler)
+            _skip(source, epoch.consumed)
+        mark = self._marked(loader.batch_sampler, lambda group, _: sum(map(fingerprint.of_indices, group)))
+        return self._grouped(map(list, source), loader, mark, draws, _AHEAD)
 
     def _loaded(
-        self, loader: DataLoader[Any], groups: Sequence[Any], rank: int, order: int, first: int
+        self,
+        loader: DataLoader[Any],
+        ahead: Iterator[Group],
+        groups: Iterator[Group],
+        rank: int,
+        order: int,
+        first: int,
     ) -> Iterator[Dealt]:
-        mine: list[Any] = [group[rank] if rank < len(group) else group[0] for group in groups]
+        mine: Iterator[Any] = (group[rank] if rank < len(group) else group[0] for group, _ in ahead)
         dataset, prepare = loader.dataset, loader.worker_init_fn
         if loader.num_workers:
-            mine = [[stream_seed(order, first + at * self.workers), *batch] for at, batch in enumerate(mine)]
+            mine = ([stream_seed(order, first + at * self.workers), *batch] for at, batch in enumerate(mine))
             dataset, prepare = Seeded(dataset), Unwrapped(prepare)
         draws = torch.Generator().manual_seed(stream_seed(order, rank))
         same: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
         same |= {"pin_memory": loader.pin_memory}
         same |= {"timeout": loader.timeout, "worker_init_fn": prepare, "generator": draws}
         same |= {"multiprocessing_context": loader.multiprocessing_context, "prefetch_factor": loader.prefetch_factor}
-        for group, batch in zip(groups, DataLoader(dataset, batch_sampler=mine, **same), strict=True):
-            yield batch, *_share([len(indices) for indices in group], rank, self.workers)
+        for batch, (group, mark) in zip(DataLoader(dataset, batch_sampler=mine, **same), groups, strict=False):
+            yield batch, *share_of([len(indices) for indices in group], rank, self.workers), mark
 
-    def _groups(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[list[Any]]:
+    def _groups(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Group]:
         """Any other loader: every process goes through all of it, with the same random numbers."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._order(epoch))
+        draws = Draws(self._order(epoch)) if type(loader) not in (list, tuple) else None
+        with draws.lent() if draws else contextlib.nullcontext():
             source = iter(loader)
             _skip(source, epoch.consumed)
-            state = torch.get_rng_state()
-        return self._grouped(source, state)
+        mark = self._marked(loader, lambda group, first: fingerprint.of_batch(group) if first else 0)
+        return self._grouped(source, loader, mark, draws, 1)
 
-    def _grouped(self, source: Iterator[Any], state: Tensor) -> Iterator[list[Any]]:
+    def _grouped(
+        self, source: Iterator[Any], loader: Any, mark: Callable[[list[Any]], int], draws: Draws | None, ahead: int
+    ) -> Iterator[Group]:
+        """So many groups at once; with drop_last, a step for which not every worker has a batch is dropped."""
+        whole = isinstance(loader, DataLoader) and loader.drop_last
         while True:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(state)
-                group = list(itertools.islice(source, self.workers))
-                state = torch.get_rng_state()
-            if not group:
+            with draws.lent() if draws else contextlib.nullcontext():
+                batches = list(itertools.islice(source, ahead * self.workers))
+            for at in range(0, len(batches), self.workers):
+                group = batches[at : at + self.workers]
+                if len(group) == self.workers or not whole:
+                    yield group, mark(group)
+            if len(batches) < ahead * self.workers:
                 return
-            yield group
+
+    def _marked(self, loader: Any, mark: Callable[[list[Any], bool], int]) -> Callable[[list[Any]], int]:
+        """Fingerprints of groups, where there is another process to compare them with; the first tells the length."""
+        if self.transport.layout.processes == 1:
+            return lambda group: 0
+        try:
+            length = len(loader)
+        except TypeError:
+            length = -1
+        firsts = itertools.chain([True], itertools.repeat(False))
+
+        def marked(group: list[Any]) -> int:
+            first = next(firsts)
+            return mark(group, first) + (length if first else 0)
+
+        return marked
+
+    def pass_by(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> None:
+        """An earlier part of the run has been through an epoch; a sampler that counts its epochs counts this one."""
+        if own or not _has_indices(loader) or type(loader.sampler) in _STATELESS:
+            return
+        groups = self._indices(loader, replace(epoch, consumed=0))
+        steps = -(-epoch.consumed // self.workers)
+        deque(groups if hasattr(loader.batch_sampler, "__len__") else itertools.islice(groups, steps), maxlen=0)
+
+    def counted(self, feeds: list[Iterator[Dealt]], count: Count) -> list[Dealt]:
+        """The next batch of each carried worker, with a share that is known when all workers have told their counts."""
+        row: list[Dealt] = []
+        for turn, feed in enumerate(feeds):
+            with self.turns.stream_of(turn):
+                row += itertools.islice(feed, 1)
+        if not row:
+            return []
+        counts = [counted(count, batch) if n else 0.0 for batch, _, n, _ in row]
+        shares = Shares(self.transport, counts)
+        return [
+            (batch, functools.partial(shares.of, rank), math.ceil(mine), mark)
+            for (batch, _, _, mark), rank, mine in zip(row, self.turns.ranks, counts, strict=True)
+        ]
 
     def _own(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Dealt]:
         """Each process brings its own batches; their numbers and sizes are exchanged here, once an epoch."""
@@ -144,15 +221,16 @@ class Dealer:
                     f"batch {at} has {samples(batch)} samples, but the first had {guessed[at]}; give run.shard() "
                     "a DataLoader or a list, whose sizes are known ahead"
                 )
-            yield batch, *_share([row[at] for row in rows], self.turns.ranks[0], self.workers)
+            yield batch, *share_of([row[at] for row in rows], self.turns.ranks[0], self.workers), 0
 
 
-def _share(sizes: Sequence[int], rank: int, workers: int) -> tuple[float, int]:
-    """A worker's share of a step's samples, and how many it has; exactly 1/n where all are equal."""
-    mine = sizes[rank] if rank < len(sizes) else 0
-    if len(sizes) == workers and len(set(sizes)) == 1:
-        return 1.0 / workers, mine
-    return mine / sum(sizes), mine
+def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader's batches are those of its sampler. One that iterates in its own way is read as it is."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind = type(loader)
+    plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    return plain and loader.batch_sampler is not None
 
 
 def _sizes(loader: Iterable[Any], count: int, first: Any) -> tuple[list[int], bool]:
@@ -166,9 +244,10 @@ def _sizes(loader: Iterable[Any], count: int, first: Any) -> tuple[list[int], bo
     return [size] * (count - 1) + [min(size, len(sampler) - (count - 1) * size)], True
 
 
-def _picked(groups: Iterator[list[Any]], rank: int, workers: int) -> Iterator[Dealt]:
-    for group in groups:
-        yield group[rank] if rank < len(group) else group[0], *_share([samples(b) for b in group], rank, workers)
+def _picked(groups: Iterator[Group], rank: int, workers: int) -> Iterator[Dealt]:
+    for group, mark in groups:
+        sizes = [samples(batch) for batch in group]
+        yield group[rank] if rank < len(group) else group[0], *share_of(sizes, rank, workers), mark
 
 
 def samples(batch: Any) -> int:
@@ -223,25 +302,50 @@ class Unwrapped:
 class Shard:
     """What `run.shard(loader)` gives: iterate it once per epoch, as the loader itself."""
 
-    def __init__(self, dealer: Dealer, loader: Iterable[Any], epochs: int | None, own: bool, between: Between) -> None:
+    def __init__(
+        self,
+        dealer: Dealer,
+        loader: Iterable[Any],
+        epochs: int | None,
+        own: bool,
+        between: Between,
+        count: Count | None = None,
+    ) -> None:
         self.dealer, self.loader, self.epochs, self.own, self.between = dealer, loader, epochs, own, between
+        self.count = count
 
     def __len__(self) -> int:
-        batches = len(self.loader)  # type: ignore[arg-type]
-        return batches if self.own else -(-batches // self.dealer.workers)
+        batches, workers = len(self.loader), self.dealer.workers  # type: ignore[arg-type]
+        if self.own:
+            return batches
+        whole = isinstance(self.loader, DataLoader) and self.loader.drop_last
+        return batches // workers if whole else -(-batches // workers)
 
     def __iter__(self) -> Iterator[Any]:
-        reading, turns = self.dealer.reading, self.dealer.turns
+        dealer = self.dealer
+        reading, turns = dealer.reading, dealer.turns
+        if self.count is not None and turns.sums:
+            raise UserError(
+                'samples= weighs a mean, and reduction="sum" adds gradients up undivided; leave one of them out'
+            )
         for _ in itertools.count() if self.epochs is None else range(self.epochs):
             epoch = reading.begin(turns.step, self.loader)
-            if epoch is None:
+            if epoch.over:
+                dealer.pass_by(self.loader, self.own, epoch)
+                reading.skipped()
                 continue
-            feeds = self.dealer.feeds(self.loader, self.own, epoch)
+            with reading.entering(epoch, self.loader):
+                feeds = dealer.feeds(self.loader, self.own, epoch)
+            exchanges = turns.exchanges
             try:
                 yield from self._one(feeds, epoch)
             except GeneratorExit:  # the loop has left it
+                turns.passed(id(epoch))
                 reading.end(epoch, turns.step)
                 raise
+            turns.passed(id(epoch))
+            if turns.exchanges > exchanges:
+                self.between.passed()
             if self.between.enough():
                 return
             if not epoch.consumed:
@@ -255,19 +359,31 @@ class Shard:
                 "the last epoch ended inside accumulate(), and of the several workers that this process carries only "
                 "the first had got there; let an epoch hold whole steps, or give each worker a process"
             )
+        ahead: deque[Dealt] = deque()
         while not (self.between.enough() and turns.turn == 0):
             self.between.resumed(epoch)
-            got = next(feeds[turns.turn], None)
+            got = next(feeds[turns.turn], None) if self.count is None else self._counted(feeds, self.count, ahead)
             if got is None:
                 return
-            batch, share, count = got
-            turns.deal(share, count)
+            batch, share, count, fingerprint = got
+            turns.deal(share, count, id(epoch), fingerprint)
             if turns.turn == 0:
                 epoch.consumed += self.dealer.workers
             before = turns.step
             yield batch
             if turns.step > before:
                 self.between.stepped(epoch)
+
+    def _counted(self, feeds: list[Iterator[Dealt]], count: Count, ahead: deque[Dealt]) -> Dealt | None:
+        """The next batch of the worker whose turn it is; those of all carried workers are counted together."""
+        if self.dealer.turns.turn == 0:
+            if ahead:
+                raise LoopError(
+                    "a batch was passed over, and with samples= the workers that this process carries count the "
+                    "batches of a step together; use every batch, or give each worker a process"
+                )
+            ahead.extend(self.dealer.counted(feeds, count))
+        return ahead.popleft() if ahead else None
 
 
 class Between(Protocol):
@@ -281,3 +397,6 @@ class Between(Protocol):
 
     def stepped(self, epoch: Epoch) -> None:
         """A step is over, with all that the loop does after it."""
+
+    def passed(self) -> None:
+        """A pass with exchanges is over in this process; all processes come here after the same number of them."""

@@ -7,13 +7,17 @@ schedulers, scalers and clipping take effect.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from weft.errors import LoopError
 from weft.transport.collective import Layout
+
+Share = float | Callable[[], float]
+"""A worker's share of a step's joined batch. A function asks the other workers, with the first gradient of the step."""
 
 
 class Turns:
@@ -41,6 +45,17 @@ class Turns:
         self.dealing: Callable[[], None] = lambda: None
         """Called when a batch goes out."""
         self._taken = self._taken_first = 0
+        self.exchanges = 0
+        """Exchanges so far: all processes make the same number, whether or not `step` follows."""
+        self.sums = False
+        """Whether gradients are added up undivided: a batch weighs 1, a missing one 0."""
+        self.compare: Callable[[int], None] | None = None
+        """Tells the fingerprint of a pass's first batches to the other workers, where exchanges do not carry it."""
+        self._dealt: dict[int, Share] = {}
+        """By open pass over data: the share of its latest batch."""
+        self._fingerprints: dict[int, int] = {}
+        """By pass: the batches of all workers since the last exchange, as one number."""
+        self._compared: set[int] = set()
         self._batch = False
         self._streams: list[list[torch.Tensor]] = []
         self._seed = seed
@@ -53,18 +68,65 @@ class Turns:
     def last(self) -> bool:
         return self.turn == self.count - 1
 
-    def deal(self, share: float, samples: int) -> None:
-        """A batch goes out to the worker whose turn it is."""
+    def add_up(self) -> None:
+        """From here on gradients are added up undivided."""
+        self.sums, self.share, self.even = True, 1.0, 1.0
+
+    def deal(self, share: Share, samples: int, number: int = 0, fingerprint: int = 0) -> None:
+        """A batch of a pass, known by its number, goes out to the worker whose turn it is."""
         self.dealing()
         self._taken += 1
-        self.share = share
+        if self.sums:
+            assert not callable(share)
+            share = 1.0 if share > 0 else 0.0
+        self._dealt[number] = share
+        if not callable(share):
+            self.share = share
+        if self.turn == 0:
+            self._fingerprints[number] = (self._fingerprints.get(number, 0) * 31 + fingerprint) % 2**62
         self.samples += samples
         self._batch = True
+
+    def passed(self, number: int) -> None:
+        """A pass is over: its last batch has no part in the steps that follow."""
+        self._dealt.pop(number, None)
+        self._fingerprints.pop(number, None)
+        self._compared.discard(number)
+        self.share = next((each for each in self._dealt.values() if not callable(each)), self.even)
+
+    @property
+    def fingerprint(self) -> int:
+        """The batches that all workers have been dealt since the last exchange, as one number."""
+        return sum(self._fingerprints.values()) % 2**62
+
+    def _weigh(self) -> None:
+        """Settle the share of the step. Where several loaders have given a batch, they must agree on it."""
+        counted = {each() for each in self._dealt.values() if callable(each)}
+        shares = counted or {each for each in self._dealt.values() if not callable(each)}
+        if len(shares) > 1:
+            raise LoopError(
+                "the loaders of this step give their batches different shares of it; give each the same number of "
+                "batches of equal size (drop_last=True), or say with run.shard(loader, samples=...) which one counts"
+            )
+        self.share = shares.pop() if shares else self.share
+
+    def _compare(self) -> None:
+        """The first backward of a pass: refuse to go on where the workers' loaders differ."""
+        new = self._fingerprints.keys() - self._compared
+        if self.compare is not None and new:
+            self.compare(sum(self._fingerprints[number] for number in new) % 2**62)
+        self._compared |= new
 
     def accumulated(self) -> None:
         """The present batch is one of several in its step, which are weighed together, by one share."""
         self.within = True
-        if self.share != self.even:
+        if any(callable(each) for each in self._dealt.values()):
+            raise LoopError(
+                "run.shard(samples=...) weighs each batch of a step by itself, and accumulate() adds gradients up "
+                'before that; use run.distribute(..., reduction="sum"), and divide the loss by the samples of the '
+                "whole step"
+            )
+        if any(each != self.even for each in (self.share, *self._dealt.values())):
             raise LoopError(
                 "a batch differs in size from its peers, and is one of several in a step with accumulate(); build the "
                 "loader with drop_last=True, and give every worker as many batches"
@@ -84,6 +146,8 @@ class Turns:
         self.asked = False
         if self.turn == 0 and self.count > 1:
             self.complete = False
+        self._compare()
+        self._weigh()
 
     def next(self) -> None:
         """This worker's turn is over."""
@@ -97,6 +161,8 @@ class Turns:
         self._taken = 0
         self._batch = self.within = False
         self.complete = self.last
+        if self.last:
+            self._fingerprints.clear()
         if self.count > 1:
             self._streams[self.turn] = _rng_state()
             self.turn = (self.turn + 1) % self.count
@@ -104,6 +170,7 @@ class Turns:
 
     def exchanged(self) -> None:
         self.unstepped = True
+        self.exchanges += 1
 
     def stepped(self) -> None:
         self.step += 1
@@ -115,6 +182,20 @@ class Turns:
         for rank in reversed(self.ranks):
             torch.manual_seed(stream_seed(self._seed, rank))
             self._streams.insert(0, _rng_state())
+
+    @contextmanager
+    def stream_of(self, turn: int) -> Iterator[None]:
+        """Random numbers are the carried worker's of that turn, which draws before its turn has come."""
+        if turn == self.turn or not self._streams:
+            yield
+            return
+        mine = _rng_state()
+        _set_rng_state(self._streams[turn])
+        try:
+            yield
+        finally:
+            self._streams[turn] = _rng_state()
+            _set_rng_state(mine)
 
     def streams(self) -> list[list[torch.Tensor]]:
         """Each carried worker's random numbers, between steps."""

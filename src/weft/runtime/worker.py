@@ -46,7 +46,7 @@ from weft.runtime.clock import Clock
 from weft.runtime.engine import Engine
 from weft.runtime.folder import describe, describe_model
 from weft.runtime.gradients import Gradients
-from weft.runtime.guard import Guard
+from weft.runtime.guard import Guard, check_batches
 from weft.runtime.pace import Pace
 from weft.runtime.piecewise import Piecewise, hooked, obstacle
 from weft.runtime.reading import Reading
@@ -56,6 +56,7 @@ from weft.runtime.served import Served
 from weft.runtime.server import ServerRun
 from weft.runtime.shard import Dealer, Shard
 from weft.runtime.shared import share
+from weft.runtime.shares import Count
 from weft.runtime.turns import Turns
 from weft.runtime.world import World
 from weft.store.checkpoint import Policy
@@ -202,17 +203,21 @@ class Run:
 
     # --- the three lines --------------------------------------------------------------------------------------------
 
-    def distribute(self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False) -> Any:
+    def distribute(
+        self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
+    ) -> Any:
         """Make model and optimizer part of the run; returns the same objects.
 
         `followers` are what steps along and is kept in checkpoints: schedulers, a GradScaler, an average of the
         weights, a torch.Generator; whatever has a state_dict. `unused=True` where parameters may get a gradient in one
-        step and none in another.
+        step and none in another. `reduction="sum"` where the loss is a sum over the batch: gradients are then added up
+        undivided, and a missing batch adds nothing.
         """
         if self._model is not None:
             raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
         self._model = model
         _check_model(model, optimizer, self)
+        self._check_reduction(reduction)
         specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
         if self.folder is not None and self.is_main:
             describe_model(self.folder, specs)
@@ -237,6 +242,8 @@ class Run:
                 defers=self._may_defer(model, optimizer),
             )
             self._transport.teller = self._served.tell
+            if self.strategy.synchrony.everyone:
+                self._turns.compare = self._compare_batches
             self._watch.engine = self._watch.sender = self._served.asking
         known = self._between.open(parts, specs, self._recorder)
         if self._served is not None:
@@ -282,20 +289,31 @@ class Run:
             model, optimizer = wrapper(model, optimizer)
         return (model, optimizer, *followers)
 
-    def shard(self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False) -> Shard:
+    def shard(
+        self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False, samples: Count | None = None
+    ) -> Shard:
         """This worker's batches of `loader`, which every process builds alike.
 
         Batches are dealt to the workers in turn. `epochs=None` goes round until the run's steps are used up.
-        `own=True`: the loader already holds only this worker's data; lengths may differ.
+        `own=True`: the loader already holds only this worker's data; lengths may differ. `samples` counts a batch where
+        its first dimension does not: the loss is a mean over tokens, or the batch is the second dimension. A worker's
+        gradient weighs its count over that of all workers; 0 adds nothing.
         """
+        if samples is not None and own:
+            raise UserError("samples= and own=True cannot go together; leave own=True out, and give one common loader")
+        if samples is not None and not self.strategy.synchrony.everyone:
+            raise UserError(
+                f"samples= compares the batches of one step, and under {self.strategy.synchrony.name} workers are at "
+                "different steps; leave it out, or use bsp"
+            )
         dealer = Dealer(
             workers=self.workers, turns=self._turns, transport=self._transport, reading=self._reading, seed=self.seed
         )
-        return Shard(dealer, loader, epochs, own, self._between)
+        return Shard(dealer, loader, epochs, own, self._between, samples)
 
     def log(self, **values: float | Tensor) -> None:
         """Values of this step for the run folder; tensors are read later, so the device is not held up."""
-        kept = {key: v.detach() if isinstance(v, Tensor) else v for key, v in values.items()}
+        kept = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in values.items()}
         self._watch.log(kept, self._turns.share)
 
     # --- what a loop may also need ----------------------------------------------------------------------------------
@@ -361,6 +379,21 @@ class Run:
 
     def _exit(self) -> None:
         self.close(well=getattr(sys, "last_value", None) is None)
+
+    def _check_reduction(self, reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise UserError(f'reduction={reduction!r} is not known; say "mean" or "sum", as the loss function does')
+        if reduction == "mean":
+            return
+        if not self.strategy.synchrony.everyone:
+            raise UserError(
+                f'reduction="sum" adds up the gradients of one step, and under {self.strategy.synchrony.name} workers '
+                "are at different steps; let the loss be a mean, and leave it out"
+            )
+        self._turns.add_up()
+
+    def _compare_batches(self, fingerprint: int) -> None:
+        check_batches([row[0] for row in self._transport.tell([fingerprint])])
 
     def _common_folder(self) -> Path:
         """A folder that all workers of this machine see."""
