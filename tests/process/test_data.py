@@ -65,7 +65,7 @@ def joined(loader: Any, count: int = 2) -> Iterator[list[Any]]:
         yield [torch.cat(parts) for parts in zip(*group, strict=True)]
 
 
-# --- losses that are not a mean over the first dimension ----------------------------------------------------------------
+# --- losses that are not a mean over the first dimension --------------------------------------------------------------
 
 
 def sentences() -> DataLoader[Any]:
@@ -207,7 +207,7 @@ def test_what_cannot_be_weighed_is_refused(what: str, strategy: str, words: str)
     assert words in str(caught.value) and caught.value.kind in ("LoopError", "UserError")
 
 
-# --- loaders ------------------------------------------------------------------------------------------------------------
+# --- loaders ----------------------------------------------------------------------------------------------------------
 
 
 class Doubled(DataLoader[Any]):
@@ -371,7 +371,7 @@ def test_the_length_does_not_count_a_step_that_is_dropped() -> None:
     assert spawn(3, lengths) == [(1, 1)] * 3
 
 
-# --- steps --------------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def skips(at: int, steps: int) -> None:
