@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import weft
 from tests.net import ordinary
@@ -420,3 +421,69 @@ def test_each_sample_once_an_epoch_whatever_the_number_of_workers(
     rest = spawn(after, reader, str(tmp_path / "run"), 1000, kind, WEFT_RESUME=checkpoint)
     assert [len(seen) for seen in first] == [3] * before
     assert sorted(sample for seen in (*first, *rest) for sample in seen) == list(range(24))
+
+
+class Counting(Sampler[int]):
+    """An order for each of its epochs, which it counts."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class ByPython(Counting):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(12), 12))
+
+
+def goes_on(folder: str, kind: str, steps: int) -> list[tuple[list[int], float]]:
+    """Two epochs and more; by step, the samples of this process and a random number that the loop draws."""
+    run = weft.init(out=folder, steps=steps, save_every=1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    own = torch.Generator().manual_seed(5)
+    run.distribute(model, optimizer, own)
+    samples = TensorDataset(torch.arange(12.0).view(12, 1))
+    loaders: dict[str, Any] = {
+        "counting": DataLoader(samples, batch_size=1, sampler=Counting()),
+        "python": DataLoader(samples, batch_size=1, sampler=ByPython()),
+        "list": [(x,) for x in torch.randperm(12, generator=own).view(12, 1, 1).float()],
+    }
+    seen = []
+    for _ in range(3):
+        if kind == "zip":
+            one, two = (DataLoader(samples, batch_size=1, shuffle=True) for _ in range(2))
+            passes = zip(run.shard(one), run.shard(two), strict=True)
+        elif kind == "new lists":  # from the loop's own random numbers, and from the worker's
+            order = torch.randperm(12, generator=own)
+            order = order if run.workers > 1 else order[torch.randperm(12)]
+            passes = zip(run.shard([(x,) for x in order.view(12, 1, 1).float()]), strict=True)
+        else:
+            passes = zip(run.shard(loaders[kind]), strict=True)
+        for taken in passes:
+            noise = torch.rand(()).item() + torch.rand((), generator=own).item() + random.random()
+            (sum(model(x).sum() for (x,) in taken) * noise).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(([int(x) for (x,) in taken], noise))
+    run.close()
+    return seen
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["counting", "python", "list", "zip", "new lists"])
+def test_data_goes_on_where_it_was(tmp_path: Path, kind: str, processes: int) -> None:
+    """As an uninterrupted run has it, from within the second epoch on."""
+    whole = spawn(processes, goes_on, str(tmp_path / "whole"), kind, 32 // processes)
+    stop = 16 // processes
+    spawn(processes, goes_on, str(tmp_path / "run"), kind, stop)
+    checkpoint = str(newest(tmp_path / "run/checkpoints")[0])
+    rest = spawn(processes, goes_on, str(tmp_path / "run"), kind, 32 // processes, WEFT_RESUME=checkpoint)
+    for mine, theirs in zip(rest, whole, strict=True):
+        assert mine == theirs[stop:]
