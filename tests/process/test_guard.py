@@ -50,7 +50,7 @@ def train(value: float, rank: int | None, steps: int = 12) -> tuple[str, bool]:
     run.distribute(model, optimizer)
     spoil(model, run, value, rank)
     try:
-        for x in run.shard([torch.randn(4, 8)] * 200):
+        for x in run.shard([torch.randn(4, 8, generator=torch.Generator().manual_seed(2))] * 200):
             model(x.to(run.device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ def scaled(rank: int | None) -> tuple[int, float, list[float], bool]:
 
     model[2].weight.register_hook(hook)
     backwards = 0
-    for x in run.shard([torch.randn(4, 8)] * 200):
+    for x in run.shard([torch.randn(4, 8, generator=torch.Generator().manual_seed(2))] * 200):
         loss = model(x.to(run.device)).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -130,7 +130,7 @@ def drift(process: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.distribute(model, optimizer)
     try:
-        for x in run.shard([torch.randn(4, 8)] * 200):
+        for x in run.shard([torch.randn(4, 8, generator=torch.Generator().manual_seed(2))] * 200):
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
