@@ -442,6 +442,12 @@ class ByPython(Counting):
         return iter(random.sample(range(12), 12))
 
 
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(12).tolist()
+
+
 def goes_on(folder: str, kind: str, steps: int) -> list[tuple[list[int], float]]:
     """Two epochs and more; by step, the samples of this process and a random number that the loop draws."""
     run = weft.init(out=folder, steps=steps, save_every=1)
@@ -453,6 +459,7 @@ def goes_on(folder: str, kind: str, steps: int) -> list[tuple[list[int], float]]
     loaders: dict[str, Any] = {
         "counting": DataLoader(samples, batch_size=1, sampler=Counting()),
         "python": DataLoader(samples, batch_size=1, sampler=ByPython()),
+        "endless": DataLoader(samples, batch_size=1, sampler=Endless()),
         "list": [(x,) for x in torch.randperm(12, generator=own).view(12, 1, 1).float()],
     }
     seen = []
@@ -472,12 +479,14 @@ def goes_on(folder: str, kind: str, steps: int) -> list[tuple[list[int], float]]
             optimizer.step()
             optimizer.zero_grad()
             seen.append(([int(x) for (x,) in taken], noise))
+            if kind == "endless" and run.step * run.workers % 12 == 0:
+                break
     run.close()
     return seen
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("kind", ["counting", "python", "list", "zip", "new lists"])
+@pytest.mark.parametrize("kind", ["counting", "python", "endless", "list", "zip", "new lists"])
 def test_data_goes_on_where_it_was(tmp_path: Path, kind: str, processes: int) -> None:
     """As an uninterrupted run has it, from within the second epoch on."""
     whole = spawn(processes, goes_on, str(tmp_path / "whole"), kind, 32 // processes)

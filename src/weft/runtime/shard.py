@@ -157,10 +157,7 @@ class Dealer:
         """Fingerprints of groups, where there is another process to compare them with; the first tells the length."""
         if self.transport.layout.processes == 1:
             return lambda group: 0
-        try:
-            length = len(loader)
-        except TypeError:
-            length = -1
+        length = _length(loader) or 0
         firsts = itertools.chain([True], itertools.repeat(False))
 
         def marked(group: list[Any]) -> int:
@@ -175,7 +172,7 @@ class Dealer:
             return
         groups = self._indices(loader, replace(epoch, consumed=0))
         steps = -(-epoch.consumed // self.workers)
-        deque(groups if hasattr(loader.batch_sampler, "__len__") else itertools.islice(groups, steps), maxlen=0)
+        deque(groups if _length(loader) is not None else itertools.islice(groups, steps), maxlen=0)
 
     def counted(self, feeds: list[Iterator[Dealt]], count: Count) -> list[Dealt]:
         """The next batch of each carried worker, with a share that is known when all workers have told their counts."""
@@ -222,6 +219,13 @@ class Dealer:
                     "a DataLoader or a list, whose sizes are known ahead"
                 )
             yield batch, *share_of([row[at] for row in rows], self.turns.ranks[0], self.workers), 0
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
