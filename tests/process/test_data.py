@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import weft
 from tests.process.harness import ChildError, spawn
+from weft.runtime.folder import events
 
 STRATEGIES = {
     "direct": ("bsp / direct", 2),
@@ -423,3 +425,20 @@ def test_an_evaluation_by_one_process_changes_nothing(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_all_are(weights(model), run_loop(name, evaluates))
+
+
+def counts(folder: str) -> None:
+    run = weft.init(out=folder, save_every=0)
+    model: Any = nn.Linear(1, 1)
+    model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    count = torch.zeros(())
+    for x in run.shard([torch.ones(1, 1)] * 5):
+        train(run, model, optimizer, x)
+        count += 1
+        run.log(count=count)
+    run.close()
+
+
+def test_a_logged_tensor_is_kept_as_it_was(tmp_path: Path) -> None:
+    spawn(1, counts, str(tmp_path))
+    assert [event["count"] for event in events(tmp_path)] == [1, 2, 3, 4, 5]
