@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import os
 import random
-from collections.abc import Iterator
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from weft.errors import UserError
+from weft.errors import LoopError, UserError
+from weft.runtime.saving import Saving, Share, check_finite
 from weft.store import checkpoint, shards
 from weft.store.checkpoint import Manifest, Policy
-from weft.store.plain import plain, value
+from weft.store.plain import plain, tensors_in, value
 from weft.store.shards import DamagedError
+from weft.transport.collective import Layout
 
 FLIPS_IN_CI = 0.05
+HISTORIES_IN_CI = 100
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False) | st.binary(max_size=4)
@@ -247,9 +256,90 @@ def test_a_policy_keeps_the_last_and_the_milestones(tmp_path: Path) -> None:
     assert not any(Policy(every=0).due(step) for step in range(9))
     for step in range(10, 101, 10):
         make(tmp_path, step)
-        checkpoint.prune(tmp_path, policy)
+        checkpoint.prune(tmp_path, policy, range(10, step + 1, 10))
     assert [checkpoint.step_of(folder) for folder in checkpoint.found_in(tmp_path)] == [100, 90, 80, 40]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_only_whole_ones_count_as_the_last(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        make(tmp_path, step)
+    checkpoint.prune(tmp_path, Policy(last=2), {20})
+    assert [checkpoint.step_of(folder) for folder in checkpoint.found_in(tmp_path)] == [40, 30, 20, 10]
+    checkpoint.prune(tmp_path, Policy(last=2), {20, 30})
+    assert [checkpoint.step_of(folder) for folder in checkpoint.found_in(tmp_path)] == [40, 30, 20]
+
+
+def test_what_is_newer_than_where_a_run_goes_on_is_set_aside(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    (tmp_path / "step-00000030/model-1-of-2.safetensors").unlink()
+    aside = checkpoint.set_aside(tmp_path, 10)
+    assert sorted(folder.name for folder in aside) == [".abandoned-00000020", ".damaged-00000030"]
+    assert checkpoint.newest(tmp_path)[1].step == 10
+    assert checkpoint.set_aside(tmp_path, 10) == []
+    make(tmp_path, 15)
+    checkpoint.set_aside(tmp_path, -1)  # a run starts over: what was abandoned before goes
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".abandoned-00000010", ".abandoned-00000015"]
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        checkpoint.newest(tmp_path)
+
+
+def test_one_that_misses_a_tensor_is_not_published(tmp_path: Path) -> None:
+    """Two processes with different views of what there is to save: each writes its share of its own."""
+    part = checkpoint.aside(tmp_path, 5, "token")
+    about: dict[str, Any] = {"workers": 2, "strategy": "bsp / direct", "seed": 0, "job": {}}
+    tensors: dict[str, torch.Tensor] = {}
+    tree = plain({"seen": [torch.ones(1), torch.ones(1)], 7: (torch.ones(2),)}, "followers", tensors)
+    assert set(tensors_in(tree)) == set(tensors) and len(tensors) == 3
+    held = {name.removeprefix("followers/"): tensor for name, tensor in tensors.items() if name != "followers/seen/1"}
+    checkpoint.contribute(part, 0, {"followers-0-of-2.safetensors": held}, {}, "one")
+    checkpoint.contribute(part, 1, {}, {}, "another")
+    manifest = Manifest(step=5, files={}, state={"followers": tree}, **about)
+    with pytest.raises(LoopError, match=r"process 1 has other tensors than process 0 \(followers/seen/1\)"):
+        checkpoint.publish(tmp_path, part, 2, manifest, 1.0)
+    assert checkpoint.found_in(tmp_path) == []
+
+
+def test_what_a_manifest_refers_to_is_there(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3)
+    table = json.loads((folder / "manifest.json").read_text())
+    table["state"]["model"]["map"]["c"] = {"tensor": "model/c"}
+    resealed(folder, table)
+    with pytest.raises(DamagedError, match="holds no tensor 'model/c'"):
+        checkpoint.verify(folder)
+
+
+def test_a_process_that_fails_says_why_and_makes_room(tmp_path: Path) -> None:
+    part = checkpoint.aside(tmp_path, 1, "t")
+    checkpoint.contribute(part, 0, {}, {})
+    checkpoint.contribute(part, 1, {"worker-1.safetensors": {"d": torch.ones(1)}}, {})
+    checkpoint.withdraw(part, 1, ["worker-1.safetensors", "model-1-of-2.safetensors"], LoopError("w is not finite"))
+    assert sorted(each.name for each in part.iterdir()) == ["piece-0.json", "piece-1.json"]
+    manifest = Manifest(step=1, workers=2, strategy="", seed=0, job={}, state={}, files={})
+    with pytest.raises(LoopError, match="w is not finite"):
+        checkpoint.publish(tmp_path, part, 2, manifest, 1.0)
+    checkpoint.withdraw(part, 0, [], LoopError("w is not finite"))
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (torch.float32, [1.0, float("nan")]),
+        (torch.float32, [float("inf"), float("-inf")]),
+        (torch.bfloat16, [float("inf")]),
+        (torch.complex64, [complex(0, float("nan"))]),
+        (torch.float8_e5m2, [float("inf")]),
+    ],
+)
+def test_parameters_that_are_not_finite_are_found(kind: torch.dtype, values: list[Any]) -> None:
+    files = {"model-0-of-1.safetensors": {"w": torch.tensor(values).to(kind), "mask": torch.tensor([float("-inf")])}}
+    with pytest.raises(LoopError, match="the checkpoint of step 4 is not written: w is not finite"):
+        check_finite(files, {"w"}, 4)
+    files["model-0-of-1.safetensors"]["w"] = torch.tensor([6e4, 6e4]).half()  # whose sum overflows
+    check_finite(files, {"w"}, 4)
+    check_finite({"optimizer-0-of-1.safetensors": {"w": torch.tensor([float("nan")])}}, {"w"}, 4)
 
 
 def test_one_that_is_made_again_replaces_the_old_one(tmp_path: Path) -> None:
@@ -274,3 +364,153 @@ def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
     manifest = Manifest(step=1, workers=2, strategy="", seed=0, job={}, state={}, files={})
     with pytest.raises(UserError, match="process 1 did not write its part"):
         checkpoint.publish(tmp_path, part, 2, manifest, 0.05)
+
+
+# --- histories --------------------------------------------------------------------------------------------------------
+
+_TOUCHES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+
+
+def killed(act: Callable[[], Any], number: int) -> bool:
+    """Do it in another process, which is killed before its so manieth touch of a file; whether it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of this process: what is done needs none of them
+        child = os.fork()
+    if child == 0:
+        touches = itertools.count(1)
+
+        def hook(event: str, _: Any) -> None:
+            if event in _TOUCHES and next(touches) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(hook)
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+class History:
+    """One run folder: saves, kills within a save or a start, damage; starts from the newest, an older one, or anew."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root, self.dice = root, random.Random(seed)
+        self.policy = Policy(last=self.dice.randint(1, 3), milestone=self.dice.choice((0, 0, 8)))
+        self.tags: dict[int, str] = {}
+        """What was saved on the way to where the run is: by step, a name that no other save has."""
+        self.damaged: set[str] = set()
+        self.owed: list[int] = []
+        """Steps that this attempt has saved or gone on from: of these the latest must be there."""
+        self.count = 0
+        self.start(None)
+
+    def start(self, after: Path | None) -> None:
+        """What a run does when it starts, as `runtime/between` does it."""
+        saving = Saving(self.root, Layout(workers=1), self.policy, f"{self.count:012x}", 1.0)
+        if after is not None:
+            saving.go_on(checkpoint.step_of(after))
+        self.saving, self.step = saving, max(0, saving.last)
+
+        def begin() -> None:
+            checkpoint.tidy(self.root)
+            checkpoint.set_aside(self.root, saving.last)
+
+        if self.dice.random() < 0.3:
+            killed(begin, self.dice.randint(1, 12))
+        begin()
+        self.tags = {step: tag for step, tag in self.tags.items() if step <= saving.last}
+        self.owed = [step for step in (saving.last,) if step >= 0]
+
+    def save(self) -> None:
+        self.step += self.dice.randint(1, 4)
+        self.count += 1
+        tag = f"save {self.count}"
+        manifest = Manifest(
+            step=self.step,
+            workers=1,
+            strategy="",
+            seed=0,
+            job={"tag": tag},
+            state={"w": {"tensor": "model/w"}},
+            files={},
+        )
+        files = {"model-0-of-1.safetensors": {"w": torch.ones(2)}}
+        share = Share(files=files, own={}, common={}, view="", trained={"w"})
+        if self.dice.random() < 0.4 and killed(lambda: self.saving._write(share, manifest), self.dice.randint(1, 25)):
+            if checkpoint.found_in(self.root)[:1] == [self.root / f"step-{self.step:08d}"]:
+                self.tags[self.step] = tag
+                self.owed.append(self.step)
+            self.resume()
+            return
+        if not (self.root / f"step-{self.step:08d}").exists():
+            self.saving._write(share, manifest)
+        self.saving._whole.add(self.step)
+        assert self.saving._error is None
+        self.tags[self.step] = tag
+        self.owed.append(self.step)
+        assert checkpoint.newest(self.root)[1].job == {"tag": tag}
+
+    def resume(self) -> None:
+        """From the newest whole one, as `--resume RUN` does."""
+        checkpoint.recover(self.root)
+        whole = [step for step in self.owed[-self.policy.last :] if self.tags[step] not in self.damaged]
+        try:
+            folder, manifest, _ = checkpoint.newest(self.root)
+        except UserError:
+            assert not whole
+            self.start(None)
+            return
+        assert manifest.job == {"tag": self.tags[manifest.step]}
+        assert manifest.step >= max(whole, default=0)
+        self.start(folder)
+
+    def go_back(self) -> None:
+        folders = [folder for folder in checkpoint.found_in(self.root) if self.is_whole(folder)]
+        self.start(self.dice.choice(folders) if folders else None)
+
+    def damage(self) -> None:
+        folder = self.dice.choice(checkpoint.found_in(self.root) or [None])
+        if folder is not None:
+            self.damaged.add(self.tags[checkpoint.step_of(folder)])
+            file = self.dice.choice(sorted(folder.iterdir()))
+            os.truncate(file, file.stat().st_size - 1) if self.dice.random() < 0.5 else file.unlink()
+
+    def is_whole(self, folder: Path) -> bool:
+        return self.tags[checkpoint.step_of(folder)] not in self.damaged
+
+    def check(self) -> None:
+        """The latest that are to be kept are there, and none is from a history that was left."""
+        there = {checkpoint.step_of(folder): folder for folder in checkpoint.found_in(self.root)}
+        assert set(self.owed[-self.policy.last :]) <= set(there)
+        for step, folder in there.items():
+            if self.is_whole(folder):
+                assert checkpoint.verify(folder).job == {"tag": self.tags[step]}
+        bound = self.policy.last + 1 + (self.step // self.policy.milestone if self.policy.milestone else 0)
+        assert len(there) <= 2 * bound and not list(self.root.glob(".part-*"))
+
+
+def live(root: Path, seed: int) -> None:
+    history = History(root, seed)
+    acts = [history.save] * 6 + [history.damage] * 2 + [history.resume, history.go_back, lambda: history.start(None)]
+    for _ in range(12):
+        history.dice.choice(acts)()
+        history.check()
+    history.resume()
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.slow] * (p > 0)) for p in range(10)])
+def test_the_newest_whole_checkpoint_survives_every_history(in_memory: Path, part: int) -> None:
+    for seed in range(part * HISTORIES_IN_CI, (part + 1) * HISTORIES_IN_CI):
+        root = in_memory / str(seed)
+        root.mkdir()
+        live(root, seed)

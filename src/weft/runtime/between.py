@@ -13,11 +13,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import UserError
+from weft.errors import UserError, WeftError
 from weft.ops import Spec
 from weft.profile import Seen
 from weft.runtime.gradients import Known
@@ -39,7 +40,7 @@ from weft.runtime.saving import (
     strangers,
 )
 from weft.runtime.turns import Turns
-from weft.store.checkpoint import Policy, tidy
+from weft.store.checkpoint import Policy, set_aside, sync, tidy
 from weft.strategy import Strategy
 from weft.transport.collective import Layout, Processes
 
@@ -72,6 +73,8 @@ class BetweenSteps:
         self.policy = self.asked_for or Policy()
         self.asked = False
         """Whether this process was asked to leave."""
+        self.wanted = False
+        """Whether the loop has asked for a save within a step."""
         self._saving: Saving | None = None
         self._saved: Saved | None = None
         self._job: dict[str, Any] = {}
@@ -88,10 +91,12 @@ class BetweenSteps:
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = Path(os.environ.get("WEFT_JOB", "")).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
+        back = parts.served is not None and parts.served.running  # a worker that was lost: the run has gone on since
         if self.folder is not None and self.policy.every:
             self._prepare(self.folder / "checkpoints")
-        back = parts.served is not None and parts.served.running  # a worker that was lost: the run has gone on since
         if self.resume is None or back:
+            if self.folder is not None and not back:
+                self._start_over(self.folder, recorder)
             return None
         saved = self._saved = open_saved(self.resume, self.transport.layout)
         check_same_job(saved, specs, parts.optimizer)
@@ -104,6 +109,8 @@ class BetweenSteps:
 
     def opened(self) -> None:
         """Everything is distributed: the workers' own state, unless the loop comes past an open epoch first."""
+        if self._saving is not None and not (self.parts.served and self.parts.served.running):
+            self._abandon(self._saving)
         if self._saved is not None and self._saved.common["epoch"] is None:
             put_back_workers(self.parts, self._saved, self.strategy)
             self._saved = None
@@ -115,9 +122,8 @@ class BetweenSteps:
             self._prepare_alone(root, f"{number:012x}")
             return
         if layout.process == 0:
+            _clear(root)
             with writing(root):
-                root.mkdir(parents=True, exist_ok=True)
-                tidy(root)
                 (root / f".meet-{number:012x}").touch()
         token = f"{self.transport.tell([number])[0][0]:012x}"
         here = _appears(root / f".meet-{token}")
@@ -136,11 +142,25 @@ class BetweenSteps:
     def _prepare_alone(self, root: Path, token: str) -> None:
         """Where workers are at different steps worker 0 saves, alone: the others would have to be waited for."""
         if self.transport.layout.process == 0:
-            with writing(root):
-                root.mkdir(parents=True, exist_ok=True)
-                tidy(root)
+            _clear(root)
             self._saving = Saving(root, Layout(workers=1), self.policy, token, self.timeout_s)
         self._listen()
+
+    def _abandon(self, saving: Saving) -> None:
+        """Set aside checkpoints that do not lead to where this part of the run starts."""
+        if self._saved is not None and self._saved.folder.resolve().parent == saving.root.resolve():
+            saving.go_on(self._saved.manifest.step)
+        if self.transport.layout.process > 0:
+            return
+        with writing(saving.root):
+            aside = set_aside(saving.root, saving.last)
+        if aside:
+            log.warning(
+                "the run starts after step %d, so newer checkpoints are set aside as %s; they stay until a run in this "
+                "folder next goes back",
+                max(0, saving.last),
+                ", ".join(str(folder) for folder in aside),
+            )
 
     def _listen(self) -> None:
         """SIGTERM asks this process to leave, once it has saved."""
@@ -157,14 +177,25 @@ class BetweenSteps:
 
     def _say(self, saved: Saved, recorder: Recorder | None) -> None:
         """Leave word of it in the run folder, and on the terminal."""
-        step, layout = saved.manifest.step, self.transport.layout
-        for what in conversions(saved, layout.workers, self.strategy):
+        for what in conversions(saved, self.transport.layout.workers, self.strategy):
             log.warning("%s", what)
-        log.info("going on after step %d, from %s", step, saved.folder)
-        attempt = 0
-        if self.folder is not None and layout.process == 0:
+        log.info("going on after step %d, from %s", saved.manifest.step, saved.folder)
+        self._count(recorder, saved.manifest.step, saved.folder.name, again=True)
+
+    def _start_over(self, folder: Path, recorder: Recorder | None) -> None:
+        """A run in a folder that holds an earlier one is another attempt, whose events are told apart."""
+        again = recorder is not None and recorder.again and self.transport.layout.process == 0
+        if self.strategy.synchrony.everyone:
+            self._count(recorder, 0, None, again=again)
+        elif again:  # workers do not wait for each other here, so that none can tell the others
+            raise UserError(f"{folder} holds the events of an earlier run; resume that one, or give another with --out")
+
+    def _count(self, recorder: Recorder | None, step: int, source: str | None, *, again: bool) -> None:
+        """Agree on the attempt's number, and leave word of its beginning."""
+        attempt, layout = 0, self.transport.layout
+        if self.folder is not None and layout.process == 0 and again:
             attempt = lines_in(self.folder / "resumed.jsonl") + 1
-            word = {"attempt": attempt, "step": step, "from": saved.folder.name, "processes": layout.processes}
+            word = {"attempt": attempt, "step": step, "from": source, "processes": layout.processes}
             append_line(self.folder / "resumed.jsonl", word | {"strategy": str(self.strategy)})
         attempt = self.transport.tell([attempt])[0][0]
         if recorder is not None:
@@ -191,8 +222,8 @@ class BetweenSteps:
         self._look_around()
         gradients, served = self.parts.gradients, self.parts.served
         leaving = gradients.guard.leaving if gradients else served.leaving if served else self.asked
-        if leaving or self.enough() or self.policy.due(self.turns.step):
-            self.save(epoch)
+        if leaving or self.wanted or self.enough() or self.policy.due(self.turns.step):
+            self._save(epoch)
         if leaving:
             if self._saving is not None:
                 self._saving.finish()
@@ -218,11 +249,18 @@ class BetweenSteps:
         log.warning("%s. No checkpoints until then", what)
         self.policy = Policy(every=0)
 
-    def save(self, epoch: Epoch | None = None) -> None:
-        """Save the run as it is now; all processes do, at the same step."""
+    def save(self) -> None:
+        """The loop wants the run to be saved: now, or within a step when that one is over; all processes alike."""
+        if self.reading.within(self.turns.step):
+            self.wanted = True
+        else:
+            self._save(None)
+
+    def _save(self, epoch: Epoch | None) -> None:
         if self._saving is None:
             return
         self._look_around()
+        self.wanted = False
         if not self.policy.every or self._saving.last == self.turns.step:
             return
         epoch = epoch or next((each for each in reversed(self.reading.epochs) if not each.over), None)
@@ -237,10 +275,23 @@ class BetweenSteps:
         if self._saving is None:
             return
         if well and self.turns.step > 0 and self.turns.turn == 0 and self._saved is None:
-            self.save()
+            self._save(None)
             self._saving.finish()
-        else:
-            self._saving.wait()
+            return
+        try:
+            self._saving.finish()
+        except WeftError as error:  # the run has failed before, and that is what it ends with
+            log.warning("%s", error)
+
+
+def _clear(root: Path) -> None:
+    """A folder for checkpoints, that lasts, without what a killed writer left."""
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        tidy(root)
+        for folder in (root, root.parent, root.absolute().parent.parent):
+            with suppress(PermissionError):
+                sync(folder)
 
 
 def _appears(path: Path) -> bool:

@@ -21,7 +21,7 @@ from weft import jobs
 from weft.errors import UserError
 from weft.ops import Spec
 from weft.runtime.launch import Launch
-from weft.runtime.record import write_json, writing
+from weft.runtime.record import write_json, write_text, writing
 from weft.runtime.world import World
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
@@ -31,8 +31,7 @@ def describe(
     folder: Path, strategy: Strategy, world: World, device: torch.device, seed: int, steps: int | None
 ) -> None:
     """Write what the run is and where it runs."""
-    with writing(folder):
-        (folder / "strategy.toml").write_text(f"# {strategy}\n{strategy.to_toml()}", encoding="utf-8")
+    write_text(folder / "strategy.toml", f"# {strategy}\n{strategy.to_toml()}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     environment = {
         "strategy": str(strategy),

@@ -25,7 +25,7 @@ class Epoch:
     began: int
     """Optimizer steps taken before it; names its random order, together with `beside`."""
     consumed: int = 0
-    """Batches that steps have used, over all workers."""
+    """Batches that steps have used, over all workers, without those of `out`."""
     over: bool = False
     stepped: bool = False
     """Whether steps were taken in it."""
@@ -35,6 +35,18 @@ class Epoch:
     """How many other epochs were open that had begun at the same step, as where two loaders are zipped."""
     again: bool = False
     """Whether it began in an earlier part of the run."""
+    out: int = 0
+    """Batches that were dealt when `dealt_at` steps had been taken: the next step uses them."""
+    dealt_at: int = -1
+
+    def deal(self, batches: int, step: int) -> None:
+        """Batches go out for the step behind this one."""
+        self.consumed, self.out = self.used(step), batches + (self.out if step == self.dealt_at else 0)
+        self.dealt_at = step
+
+    def used(self, step: int) -> int:
+        """Batches that have been used when so many steps are taken."""
+        return self.consumed + (self.out if step > self.dealt_at else 0)
 
 
 class Reading:
@@ -99,9 +111,13 @@ class Reading:
         for generator, state in zip(self.generators, states[2:], strict=True):
             generator.set_state(state)
 
-    def state(self) -> list[Any]:
-        """Without the random numbers, which are each worker's own."""
-        return [[e.began, e.consumed, e.over, e.stepped, e.beside] for e in [*self.epochs, *self._left]]
+    def within(self, step: int) -> bool:
+        """Whether the loop has batches that no step has used yet."""
+        return any(epoch.dealt_at == step and not epoch.over for epoch in self.epochs)
+
+    def state(self, step: int) -> list[Any]:
+        """After so many steps; without the random numbers, which are each worker's own."""
+        return [[e.began, e.used(step), e.over, e.stepped, e.beside] for e in [*self.epochs, *self._left]]
 
     def draws(self) -> dict[int, list[Any]]:
         """By epoch, for those that are open; at -1 those of the end of the latest one with steps."""

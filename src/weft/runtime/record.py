@@ -11,8 +11,10 @@ computes); optimizer.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -21,8 +23,11 @@ from typing import IO, Any, Protocol
 
 from torch import Tensor
 
-from weft.errors import JobError
+from weft.errors import JobError, UserError
 from weft.runtime.clock import Clock, Spans, Stamp
+from weft.store.checkpoint import settle, sync
+
+log = logging.getLogger(__name__)
 
 Values = dict[str, list[tuple[float, Any]]]
 """What was logged for a step: for each name, the carried workers' shares and values."""
@@ -144,7 +149,10 @@ class Watch:
 
 
 class Recorder:
-    """Writes one process's events, in batches, and now and then tells how far the run is."""
+    """Writes one process's events, in batches, and now and then tells how far the run is.
+
+    Process 0 holds the folder meanwhile.
+    """
 
     def __init__(
         self,
@@ -164,11 +172,16 @@ class Recorder:
         self.attempt = 0
         """How often the run has gone on after an end; a step that was taken again counts as it was the last time."""
         self._flushed = time.monotonic()
-        self._file = None
+        self._file: IO[str] | None = None
+        self._hold: IO[bytes] | None = None
+        self.again = False
+        """Whether the folder holds events of an earlier run, or of an earlier part of this one."""
         if folder is not None:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+                self._hold = hold(folder, "run") if process == 0 else None
                 self._file = open_lines(folder / f"events-{process}.jsonl")
+                self.again = self._file.seek(0, os.SEEK_END) > 0
 
     def add(self, step: int, stamps: dict[str, Any], sent: float, samples: int, values: Values) -> None:
         if step in self.marks and self.tell:
@@ -197,6 +210,8 @@ class Recorder:
                 if self.trace:
                     name = self.folder / f"trace-{self.process}.json"
                     name.write_text(json.dumps(perfetto(self.trace, self.process)), encoding="utf-8")
+        if self._hold is not None:
+            self._hold.close()
 
     def _event(self, step: int, stamps: dict[str, Any], sent: float, samples: int, values: Values) -> dict[str, Any]:
         at = {name: [_resolved(self.clock, span) for span in spans] for name, spans in stamps.items()}
@@ -230,10 +245,32 @@ class writing:
             ) from error
 
 
+def hold(folder: Path, what: str) -> IO[bytes]:
+    """Take a folder for this process, until the file that is returned is closed; refused while another has it.
+
+    The lock is of POSIX's kind, which a forked process does not inherit: a killed run's loaders do not keep it.
+    """
+    file = (folder / f".{what}.lock").open("ab")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
+    except OSError as error:
+        log.warning("%s cannot be locked: %s; start no second run there", folder, error.strerror)
+    return file
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file: the new text, or where it cannot be written, still the old one."""
+    with writing(path.parent):
+        settle(path, text)
+        sync(path.parent)
+
+
 def write_json(path: Path, value: Any) -> None:
     """A small file, readable by people."""
-    with writing(path.parent):
-        path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def open_lines(path: Path) -> IO[str]:

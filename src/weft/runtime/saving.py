@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +36,19 @@ from weft.runtime.reading import Epoch, Reading, process_draws, set_process_draw
 from weft.runtime.serial import start_serial_thread
 from weft.runtime.served import Served
 from weft.runtime.turns import Turns
-from weft.store.checkpoint import Manifest, Policy, aside, contribute, load, prune, publish, read_manifest
-from weft.store.plain import plain, value
+from weft.store.checkpoint import (
+    Manifest,
+    Policy,
+    aside,
+    contribute,
+    kind_of,
+    load,
+    prune,
+    publish,
+    read_manifest,
+    withdraw,
+)
+from weft.store.plain import Tree, plain, value
 from weft.store.shards import DamagedError
 from weft.strategy import Strategy, wrapped
 from weft.transport.collective import Layout
@@ -78,6 +90,21 @@ class Parts:
 
 
 @dataclass(kw_only=True)
+class Share:
+    """What one process writes of a checkpoint."""
+
+    files: dict[str, dict[str, Tensor]]
+    own: dict[str, Tree]
+    """Its workers' state."""
+    common: dict[str, Tree]
+    """What all processes have alike, as process 0 writes it down."""
+    view: str
+    """A hash of the tensors of which this process writes a share."""
+    trained: set[str]
+    """The names of the parameters."""
+
+
+@dataclass(kw_only=True)
 class Saved:
     """What a checkpoint holds, read and understood."""
 
@@ -100,7 +127,7 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
         "buffers": _unlisted(parts.module),
         "optimizer": parts.optimizer.state_dict(),
         "followers": [_follower_state(each) for each in parts.stateful],
-        "reading": parts.reading.state(),
+        "reading": parts.reading.state(parts.turns.step),
         "epoch": epoch.number if epoch is not None else None,
         "gradient": held,
         "order": [gradients.names[i] for i in gradients.finished] if gradients else None,
@@ -173,6 +200,31 @@ def shares(tensors: Mapping[str, Tensor], processes: int) -> list[dict[str, Tens
     return rows
 
 
+def view_of(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes and dtypes: processes that write shares of the same tensors have the same."""
+    rows = sorted(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def check_finite(files: Mapping[str, Mapping[str, Tensor]], trained: Collection[str], step: int) -> None:
+    """Refuse to keep parameters that are not finite. Buffers may be: a mask has minus infinity."""
+    for file, tensors in files.items():
+        for name in tensors if kind_of(file) == "model" else ():
+            if name in trained and not _finite(tensors[name]):
+                raise LoopError(
+                    f"the checkpoint of step {step} is not written: {name} is not finite; resume from the one before "
+                    "it, with a smaller learning rate, clipping, or a compressor with a wider range"
+                )
+
+
+def _finite(tensor: Tensor) -> bool:
+    """One pass: a sum is finite only if all of its terms are. Where it is not, it may have overflowed: look closer."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    wide = tensor.float() if tensor.dtype.itemsize < 2 else tensor
+    return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+
+
 class Saving:
     """Writes checkpoints of one run beside its training. The first `writers` processes write what all have alike."""
 
@@ -183,22 +235,29 @@ class Saving:
         self.writers = writers if writers is not None else layout.processes
         self.last = -1
         """The step of the latest save."""
+        self._whole: set[int] = set()
+        """Checkpoints of this run that were read, or written, by this part of it."""
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def go_on(self, step: int) -> None:
+        """The run goes on from its own checkpoint of this step."""
+        self.last = step
+        self._whole.add(step)
 
     def save(self, parts: Parts, epoch: Epoch | None, about: dict[str, Any]) -> float:
         """Copy this process's share, and have it written. Returns how long the loop was held up."""
         began = time.perf_counter()
         self.wait()
-        files, own, whole = self._share(parts, epoch)
-        manifest = Manifest(step=parts.turns.step, files={}, state=whole, **about)
+        share = self._share(parts, epoch)
+        manifest = Manifest(step=parts.turns.step, files={}, state=share.common, **about)
         self.last = parts.turns.step
-        self._thread = start_serial_thread(functools.partial(self._write, files, own, manifest), "weft-save")
+        self._thread = start_serial_thread(functools.partial(self._write, share, manifest), "weft-save")
         return time.perf_counter() - began
 
-    def _share(self, parts: Parts, epoch: Epoch | None) -> tuple[dict[str, dict[str, Tensor]], Any, Any]:
-        """This process's files and its workers' state, and the common state as process 0 writes it down."""
+    def _share(self, parts: Parts, epoch: Epoch | None) -> Share:
+        """What this process writes: copies that training does not touch."""
         tensors: dict[str, Tensor] = {}
         me, n = self.layout.process, self.writers
         common = common_state(parts, epoch) if me < n else {}
@@ -214,7 +273,8 @@ class Saving:
             files[f"{name}.safetensors"] = {key.partition("/")[2]: self._copied(key, t) for key, t in mine.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        return files, own, whole
+        trained = {name for name, _ in parts.module.named_parameters(remove_duplicate=False)}
+        return Share(files=files, own=own, common=whole, view=view_of(tensors) if me < n else "", trained=trained)
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
         """A copy that training does not touch, in memory that is used from save to save."""
@@ -224,15 +284,29 @@ class Saving:
             self._copies[name] = kept
         return kept.copy_(tensor, non_blocking=True)
 
-    def _write(self, files: dict[str, dict[str, Tensor]], own: Any, manifest: Manifest) -> None:
-        part = aside(self.root, manifest.step, self.token)
+    def _write(self, share: Share, manifest: Manifest) -> None:
+        part, me = aside(self.root, manifest.step, self.token), self.layout.process
         try:
-            contribute(part, self.layout.process, files, own)
-            if self.layout.process == 0:
+            check_finite(share.files, share.trained, manifest.step)
+            contribute(part, me, share.files, share.own, share.view)
+            if me == 0:
                 publish(self.root, part, self.layout.processes, manifest, self.timeout_s)
-                prune(self.root, self.policy)
+                self._whole.add(manifest.step)
+                prune(self.root, self.policy, self._whole)
         except BaseException as error:
-            self._error = error
+            self._error = self._told(error)
+            withdraw(part, me, share.files, self._error)
+
+    def _told(self, error: BaseException) -> BaseException:
+        """What the disk says, in one sentence."""
+        if not isinstance(error, OSError):
+            return error
+        told = JobError(
+            f"the checkpoint of step {self.last} was not written: {error.strerror or error}; make room in {self.root}, "
+            "the one before it is still good"
+        )
+        told.__cause__ = error
+        return told
 
     def wait(self) -> None:
         """Until the latest save is on the disk. Where it failed, the run goes on and says so."""
@@ -247,11 +321,6 @@ class Saving:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, OSError):
-            raise JobError(
-                f"the checkpoint of step {self.last} was not written: {error.strerror or error}; make room in "
-                f"{self.root}, the one before it is still good"
-            ) from error
         if error is not None:
             raise error
 
@@ -262,6 +331,8 @@ class Saving:
 def open_saved(folder: Path, layout: Layout) -> Saved:
     """Read what this process needs of a checkpoint."""
     manifest = read_manifest(folder)
+    if folder.name.startswith("."):
+        raise UserError(f"{folder} was set aside; to go on from it, rename it to step-{manifest.step:08d}")
     heirs = [rank for rank in range(manifest.workers) if rank % layout.workers in layout.carried()]
     heirs = [rank for rank in heirs if f"worker-{rank}" in manifest.state]
     names = [f"worker-{rank}" for rank in heirs]
@@ -297,12 +368,24 @@ def put_back(parts: Parts, saved: Saved) -> None:
     with _fitting(saved):
         common = saved.common
         parts.module.load_state_dict(common["model"])
-        for name, buffer in _unlisted(parts.module).items():
-            buffer.copy_(common["buffers"][name])
+        for name in {**common["buffers"], **_unlisted(parts.module)}:
+            _put_back_buffer(parts.module, name, common["buffers"][name])
         parts.optimizer.load_state_dict(_cloned(common["optimizer"]))
         if len(common["followers"]) != len(parts.stateful):
             raise ValueError(f"{len(common['followers'])} things step along there, {len(parts.stateful)} here")
     put_back_followers(parts, saved)
+
+
+def _put_back_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
+    """Make a buffer that the state_dict leaves out what it was, also where it comes and grows in forward."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    there = owner._buffers.get(leaf)
+    if there is not None and there.shape == kept.shape and there.dtype == kept.dtype:
+        there.copy_(kept)
+        return
+    device = there.device if there is not None else next(model.parameters()).device
+    owner.register_buffer(leaf, kept.clone().to(device), persistent=False)
 
 
 def put_back_followers(parts: Parts, saved: Saved) -> None:

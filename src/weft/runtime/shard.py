@@ -352,7 +352,7 @@ class Shard:
                 self.between.passed()
             if self.between.enough():
                 return
-            if not epoch.consumed:
+            if not epoch.consumed + epoch.out:
                 raise LoopError("the loader gave no batch; a smaller batch size or drop_last=False may help")
             reading.end(epoch, turns.step)
 
@@ -372,7 +372,7 @@ class Shard:
             batch, share, count, fingerprint = got
             turns.deal(share, count, id(epoch), fingerprint)
             if turns.turn == 0:
-                epoch.consumed += self.dealer.workers
+                epoch.deal(self.dealer.workers, turns.step)
             before = turns.step
             yield batch
             if turns.step > before:

@@ -343,7 +343,7 @@ class Run:
         self._report |= {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def save(self) -> None:
-        """Save the run now, between two steps; in a loop over `run.shard` this happens by itself."""
+        """Save the run now, within a step at its end; in a loop over `run.shard` this happens by itself."""
         self._between.save()
 
     def close(self, *, well: bool = True) -> None:

@@ -8,6 +8,10 @@
 Every process writes its share into a folder aside and syncs it; process 0 waits for all, adds the manifest, syncs, and
 renames. Whenever a writer is killed, what stands under the final name is the old state or the new one. Whatever byte is
 changed, cut off or missing, the manifest tells.
+
+The folders named `step-*` are one history. Where a run starts over, or goes back to an older step, the newer ones are
+renamed first, to `.abandoned-*`, or to `.damaged-*` where they are not whole: they are neither counted nor resumed.
+They stay on the disk until a run in this folder next goes back.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from weft.errors import JobError, UserError
-from weft.store.plain import Tree
-from weft.store.shards import DamagedError, Seal, check, read, write
+from weft.errors import JobError, LoopError, UserError
+from weft.store.plain import Tree, tensors_in
+from weft.store.shards import DamagedError, Seal, check, names, read, write
 
 FORMAT = 1
 _MANIFEST_BYTES = 2**28
@@ -56,9 +61,10 @@ class Policy:
     def due(self, step: int) -> bool:
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def superfluous(self, steps: Iterable[int]) -> list[int]:
-        """Of the checkpoints at these steps, those that need not be kept."""
-        older = sorted(steps)[: -self.last]
+    def superfluous(self, steps: Iterable[int], whole: Iterable[int]) -> list[int]:
+        """Of the checkpoints at these steps, those that need not be kept: only those known to be whole count."""
+        latest = sorted(whole)[-self.last :]
+        older = [step for step in sorted(steps) if step < latest[0]] if len(latest) == self.last else []
         return [step for step in older if not (self.milestone and step % self.milestone == 0)]
 
 
@@ -87,64 +93,144 @@ def aside(root: Path, step: int, token: str) -> Path:
     return root / f".part-{step:08d}-{token}"
 
 
-def contribute(part: Path, process: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tree]) -> None:
-    """One process's share: files by name, and state that only this process has."""
+def contribute(
+    part: Path, process: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tree], view: str = ""
+) -> None:
+    """One process's share: files by name, and state that only this process has.
+
+    `view` stands for all tensors of which this process writes a share; it must be the same in every process.
+    """
     part.mkdir(parents=True, exist_ok=True)
     seals = {name: asdict(write(part / name, tensors)) for name, tensors in files.items()}
-    _settle(part / f"piece-{process}.json", json.dumps({"files": seals, "state": state}))
+    settle(_piece(part, process), json.dumps({"files": seals, "state": state, "view": view}))
+
+
+def withdraw(part: Path, process: int, files: Iterable[str], error: BaseException) -> None:
+    """A process's share cannot be written: make room again, and let process 0 know the reason."""
+    if process == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        return
+    for name in files:
+        (part / name).unlink(missing_ok=True)
+    word = {"failed": str(error), "loop": isinstance(error, LoopError)}
+    with suppress(OSError):
+        settle(_piece(part, process), json.dumps(word))
 
 
 def publish(root: Path, part: Path, processes: int, manifest: Manifest, timeout_s: float) -> Path:
     """When every process has contributed: complete the manifest, make it durable, and give it its name."""
     files, state = dict(manifest.files), dict(manifest.state)
+    views: dict[str, int] = {}
     for process in range(processes):
-        piece = _awaited(part / f"piece-{process}.json", timeout_s)
+        piece = _awaited(_piece(part, process), timeout_s)
         files |= {name: Seal(seal["bytes"], tuple(seal["sha256"])) for name, seal in piece["files"].items()}
         state |= piece["state"]
-    whole = Manifest(**vars(manifest) | {"files": files, "state": state}).text().encode()
-    _settle(part / "manifest.json", whole)
-    _settle(part / "manifest.sha256", _seal_line(whole))
+        if piece["view"]:
+            views.setdefault(piece["view"], process)
+    whole = Manifest(**vars(manifest) | {"files": files, "state": state})
+    _check_complete(part, whole, list(views.values()))
+    text = whole.text().encode()
+    settle(part / "manifest.json", text)
+    settle(part / "manifest.sha256", _seal_line(text))
     for piece in part.glob("piece-*"):
         piece.unlink()
-    _sync(part)
+    sync(part)
     final = root / f"step-{manifest.step:08d}"
     old = root / f".old-{part.name.removeprefix('.part-')}"
     if final.exists():
         final.rename(old)
     part.rename(final)
-    _sync(root)
-    shutil.rmtree(old, ignore_errors=True)
+    sync(root)
+    for left in (old, *root.glob(".part-*")):  # all processes have contributed here, so none writes another part
+        shutil.rmtree(left, ignore_errors=True)
     return final
 
 
-def prune(root: Path, policy: Policy) -> None:
-    """Remove what need not be kept; a folder loses its name first, so that none is ever half there."""
+def _check_complete(part: Path, manifest: Manifest, views: list[int]) -> None:
+    """Refuse to publish a checkpoint that could not be read."""
+    missing = absent(part, manifest)
+    if missing is None and len(views) < 2:
+        return
+    other = f"process {views[1]} has other tensors than process 0" if len(views) > 1 else "it would miss a tensor"
+    raise LoopError(
+        f"the checkpoint of step {manifest.step} is not written: {other}{f' ({missing})' if missing else ''}; let the "
+        "state_dict() of what is passed to run.distribute() have the same tensors, by name and shape, in every "
+        "process, or say --save-every 0"
+    )
+
+
+def absent(folder: Path, manifest: Manifest) -> str | None:
+    """A tensor that the state refers to and no file holds; None where there is none."""
+    there = {f"{kind_of(file)}/{name}" for file in manifest.files for name in names(folder / file)}
+    return next((name for name in tensors_in(list(manifest.state.values())) if name not in there), None)
+
+
+def set_aside(root: Path, after: int) -> list[Path]:
+    """Rename the checkpoints that are newer than step `after`, where a run goes on; -1: all.
+
+    Those that an earlier call has renamed are removed, so that never more than one abandoned history is on the disk.
+    """
+    newer = [folder for folder in found_in(root) if step_of(folder) > after]
+    if newer:
+        for left in (*root.glob(".abandoned-*"), *root.glob(".damaged-*")):
+            shutil.rmtree(left)
+    renamed = [folder.rename(root / f".{_verdict(folder)}-{step_of(folder):08d}") for folder in newer]
+    sync(root)
+    return renamed
+
+
+def _verdict(folder: Path) -> str:
+    try:
+        verify(folder)
+    except UserError:
+        return "damaged"
+    return "abandoned"
+
+
+def prune(root: Path, policy: Policy, whole: Iterable[int]) -> None:
+    """Remove what need not be kept, by the steps that are known to be whole.
+
+    A folder loses its name first, so that none is ever half there.
+    """
     found = {step_of(folder): folder for folder in found_in(root)}
-    for step in policy.superfluous(found):
+    for step in policy.superfluous(found, whole):
         gone = found[step].rename(root / f".gone-{step:08d}")
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def tidy(root: Path) -> None:
-    """What a killed writer left: a checkpoint that was being replaced gets its name back, the rest goes."""
+def recover(root: Path) -> None:
+    """A checkpoint whose writer was killed while replacing it gets its name back."""
     for old in root.glob(".old-*"):
         final = root / f"step-{old.name.split('-')[1]}"
         if not final.exists():
             old.rename(final)
+
+
+def tidy(root: Path) -> None:
+    """Recover a checkpoint that was being replaced, and remove the rest of what a killed writer left."""
+    recover(root)
     for left in (*root.glob(".old-*"), *root.glob(".part-*"), *root.glob(".gone-*")):
         shutil.rmtree(left, ignore_errors=True)
     for left in root.glob(".meet-*"):
         left.unlink(missing_ok=True)
 
 
-def _settle(path: Path, content: str | bytes) -> None:
-    """A small file that is there whole, and on the disk, or not at all."""
+def settle(path: Path, content: str | bytes) -> None:
+    """Write a small file that is there whole, and on the disk, or is what it was before."""
     scratch = path.with_suffix(".tmp")
-    with scratch.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with scratch.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
     scratch.rename(path)
+
+
+def _piece(part: Path, process: int) -> Path:
+    return part / f"piece-{process}.json"
 
 
 def _awaited(piece: Path, timeout_s: float) -> Any:
@@ -157,10 +243,13 @@ def _awaited(piece: Path, timeout_s: float) -> Any:
                 "all processes must reach the run folder: give one on a shared disk with --out"
             )
         time.sleep(_POLL_S)
-    return json.loads(piece.read_text(encoding="utf-8"))
+    word = json.loads(piece.read_text(encoding="utf-8"))
+    if "failed" in word:
+        raise (LoopError if word["loop"] else JobError)(word["failed"])
+    return word
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -224,10 +313,12 @@ def _understood(table: dict[str, Any]) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest, once every file has been found to be what was written."""
+    """The manifest, once every file has been found to be what was written, and to hold what the state refers to."""
     manifest = read_manifest(folder)
     for name, seal in manifest.files.items():
         check(folder / name, seal)
+    if missing := absent(folder, manifest):
+        raise DamagedError(f"{folder} holds no tensor {missing[:80]!r}, to which its manifest refers")
     return manifest
 
 
@@ -235,11 +326,15 @@ def load(folder: Path, manifest: Manifest, kinds: Sequence[str]) -> dict[str, Te
     """The tensors of some kinds of files (`model`, `worker-3`), by the names that the state uses."""
     tensors: dict[str, Tensor] = {}
     for name, seal in manifest.files.items():
-        kind = name.removesuffix(".safetensors").partition("-of-")[0]
-        kind = kind.rpartition("-")[0] if "-of-" in name else kind
-        if kind in kinds:
+        if (kind := kind_of(name)) in kinds:
             tensors |= {f"{kind}/{key}": tensor for key, tensor in read(folder / name, seal).items()}
     return tensors
+
+
+def kind_of(file: str) -> str:
+    """What a file holds a part of, `model`, or holds alone, `worker-3`."""
+    kind, cut, _ = file.removesuffix(".safetensors").partition("-of-")
+    return kind.rpartition("-")[0] if cut else kind
 
 
 def newest(root: Path) -> tuple[Path, Manifest, list[str]]:

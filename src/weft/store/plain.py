@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -92,6 +92,21 @@ def value(tree: Tree, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
         case "dtype", str() if isinstance(getattr(torch, held, None), torch.dtype):
             return getattr(torch, held)
     raise ValueError(f"'{str(tag)[:40]}' with {str(held)[:40]!r}")
+
+
+def tensors_in(tree: Tree) -> Iterator[str]:
+    """The names of the tensors that a tree refers to, however deep it is."""
+    open_trees = [tree]
+    while open_trees:
+        match open_trees.pop():
+            case list(trees):
+                open_trees += trees
+            case {"map": dict(entries)}:
+                open_trees += entries.values()
+            case {"pairs": list(trees)} | {"counter": list(trees)} | {"tuple": list(trees)}:
+                open_trees += trees
+            case {"tensor": str(name)}:
+                yield name
 
 
 def _hashable(key: Any) -> Any:

@@ -107,6 +107,18 @@ def read(path: Path, seal: Seal) -> dict[str, Tensor]:
         raise DamagedError(f"{path} is not a safetensors file: {error}") from None
 
 
+def names(path: Path) -> list[str]:
+    """The names of the tensors in a file, from its header alone."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            return list(dict(json.loads(file.read(length))))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not a safetensors file: {error}") from None
+
+
 def check(path: Path, seal: Seal) -> None:
     """Refuse a file that is not exactly what was written; never more of it is in memory than a few blocks."""
     own = threading.local()
