@@ -91,7 +91,15 @@ def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
     assert (row["strategy"], row["workers"], row["steps"]) == ("bsp / direct", 3, 6)
     folder = scratch / row["folder"]
     names = {file.name for file in folder.iterdir()}
-    expected = {"launch.json", "strategy.toml", "environment.json", "model.json", "checkpoints"}
+    expected = {
+        "launch.json",
+        "strategy.toml",
+        "environment.json",
+        "model.json",
+        "checkpoints",
+        ".launch.lock",
+        ".run.lock",
+    }
     assert expected | {f"trace-{p}.json" for p in range(3)} | {f"events-{p}.jsonl" for p in range(3)} == names
     assert [each.name for each in (folder / "checkpoints").iterdir()] == ["step-00000006"]  # the run's last state
     events = [json.loads(line) for line in (folder / "events-1.jsonl").read_text().splitlines()]

@@ -293,7 +293,7 @@ def saver(root: str, pid_file: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     contribute(part, 0, files, {})
     publish(Path(root), part, 1, manifest, 1.0)
-    prune(Path(root), Policy(last=1))
+    prune(Path(root), Policy(last=1), {2})
 
 
 def test_a_kill_at_any_system_call_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:

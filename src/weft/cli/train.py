@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import IO, Annotated, Any, Self
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft import systems
+from weft import jobs, systems
 from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit, table
@@ -26,8 +26,8 @@ from weft.lab.request import parse_slow
 from weft.runtime.choose import DEFAULT, winner
 from weft.runtime.folder import asynchrony, describe_launch, launched, summary
 from weft.runtime.launch import JobFailedError, Launch, LeftError, Seat, find_job, launch
-from weft.runtime.record import writing
-from weft.store.checkpoint import Policy, found_in, newest, step_of, verify
+from weft.runtime.record import hold, writing
+from weft.store.checkpoint import Policy, found_in, newest, recover, verify
 from weft.strategy import Strategy
 from weft.units import bytes_text
 
@@ -108,55 +108,74 @@ def train(
         policy=policy,
         grace_s=grace,
     )
-    if resume is not None:
-        asked = go_on(asked, resume, {"workers": workers, "args": args}, show)
-    elif job is None:
-        raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
-    path = find_job(asked.job)
-    source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
-    folder = _folder(out, path, known.check(), node_rank) if asked.out is None or out is not None else asked.out
-    homes = known.topology.homes(asked.workers)
-    spec = replace(asked, out=folder, servers=len(homes), forgoes=known.forgoes).checked()
-    workers = spec.workers
-    fresh = not folder.exists()
-    show.print(f"{path.stem}: {workers} worker{'s' * (workers != 1)}" + (f", {known}" if source != DEFAULT else ""))
-    try:
-        held = _held(folder, spec) if node_rank == 0 else nullcontext()
+    with ExitStack() as held:
+        if resume is not None:
+            if node_rank == 0 and out is None:
+                _hold_whole(held, _run_of(resume))
+            asked = go_on(asked, resume, {"workers": workers, "args": args}, show)
+        elif job is None:
+            raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
+        path = find_job(asked.job)
+        source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
+        homes = known.check().topology.homes(asked.workers)
+        spec = replace(asked, servers=len(homes), forgoes=known.forgoes).checked()
+        made = False
+        if asked.out is None or out is not None:
+            folder, made = _folder(out, path, known, node_rank)
+            spec = replace(spec, out=folder)
+            if node_rank == 0:
+                held.enter_context(_held(folder))
+        several = f"{spec.workers} worker{'s' * (spec.workers != 1)}"
+        show.print(f"{path.stem}: {several}" + (f", {known}" if source != DEFAULT else ""))
         site = _site(hosts, bandwidth, link, slow, processes, nodes, homes)
-        with held, _Bar(show, steps) as bar, site as seats:
-            launch(replace(spec, seats=seats), bar.line, bar.progress)
-        if node_rank > 0:
-            return
-        row = summary(folder)
-    except (UserError, JobFailedError):
-        _tidy(folder, fresh)
-        raise
-    except LeftError as error:
-        there = found_in(folder / "checkpoints")
-        remedy = f"; go on with `weft train --resume {folder}`" if there else ""
-        _tidy(folder, fresh)
-        raise LeftError(f"{path.stem} was {error}{remedy}") from None
-    if (
-        fresh and out is None and row["strategy"] != str(known)
-    ):  # the job itself chose: the folder is named after its choice
-        row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))))
+        row = _trained(spec, site, show, path, made)
+    if row is None:
+        return
+    if made and out is None and row["strategy"] != str(known):  # the job itself chose: its choice names the folder
+        folder = Path(row["folder"])
+        row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))[0]))
     emit(row | {"rows": [row]}, json)
     _print_summary(show, row)
 
 
-@contextmanager
-def _held(folder: Path, spec: Launch) -> Iterator[None]:
+def _trained(
+    spec: Launch, site: AbstractContextManager[tuple[Seat, ...]], show: Console, job: Path, made: bool
+) -> dict[str, Any] | None:
+    """Run it to its end. Returns the summary, where this is the machine that has it."""
+    folder = spec.out or Path()
+    try:
+        if spec.node_rank == 0:
+            describe_launch(folder, spec)
+        with _Bar(show, spec.steps) as bar, site as seats:
+            launch(replace(spec, seats=seats), bar.line, bar.progress)
+        return summary(folder) if spec.node_rank == 0 else None
+    except (UserError, JobFailedError):
+        _tidy(folder, made)
+        raise
+    except LeftError as error:
+        there = found_in(folder / "checkpoints")
+        remedy = f"; go on with `weft train --resume {folder}`" if there else ""
+        _tidy(folder, made)
+        raise LeftError(f"{job.stem} was {error}{remedy}") from None
+
+
+def _held(folder: Path) -> IO[bytes]:
     """One launcher at a time: a run that is going on cannot be resumed beside itself."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "launch.json").open("ab")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
-        describe_launch(folder, spec)
-        yield
+        return hold(folder, "launch")
+
+
+def _hold_whole(held: ExitStack, run: Path) -> None:
+    """Hold a run that is to go on; a checkpoint that was being replaced is there again."""
+    launched(run)
+    held.enter_context(_held(run))
+    with writing(run), hold(run, "run"):
+        recover(run / "checkpoints")
+
+
+def _run_of(resume: Path) -> Path:
+    """The run folder, where it or one of its checkpoints is given."""
+    return resume.absolute().parent.parent if (resume / "manifest.json").exists() else resume
 
 
 @contextmanager
@@ -189,17 +208,21 @@ def _site(
 
 def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> Launch:
     """The same run again, from its latest whole checkpoint, but for what the command line says otherwise."""
-    alone = (resume / "manifest.json").exists()
-    run = resume.absolute().parent.parent if alone else resume
+    run = _run_of(resume)
     before = launched(run)
-    if asked.job and find_job(asked.job).resolve() != find_job(before.job).resolve():
+    path = find_job(before.job)
+    if asked.job and find_job(asked.job).resolve() != path.resolve():
         raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; leave the job out, or start a new run")
+    if not asked.job:
+        _check_trusted(before.job, path, run)
+    alone = run != resume
     checkpoint, manifest, refused = (resume, verify(resume), []) if alone else newest(run / "checkpoints")
     for what in refused:
         show.print(f"{what}; it is left out", markup=False)
-    show.print(f"going on after step {step_of(checkpoint)}, from {checkpoint}", markup=False)
+    show.print(f"going on after step {manifest.step}, from {checkpoint}", markup=False)
+    show.print(f"the job is {' '.join([str(path), *(said['args'] or before.args)])}", markup=False)
     steps = asked.steps if asked.steps is not None else before.steps
-    if steps is not None and step_of(checkpoint) >= steps:
+    if steps is not None and manifest.step >= steps:
         show.print(f"all of its {steps} steps were taken; for more give --steps", markup=False)
     workers = said["workers"] or before.workers
     processes = asked.processes if asked.processes is not None else before.processes
@@ -222,6 +245,17 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
     )
 
 
+def _check_trusted(job: str, path: Path, run: Path) -> None:
+    """Refuse to run a script that only the run folder names, where somebody else may have put it there."""
+    inside = path.resolve().is_relative_to(run.resolve())
+    if jobs.path(job) is None and (inside or path.stat().st_uid != os.geteuid()):
+        why = "lies in the run folder" if inside else "belongs to another user"
+        raise UserError(
+            f"{run / 'launch.json'} names the job {path}, which {why}; where you trust it, name it yourself: "
+            f"weft train {path} --resume {run}"
+        )
+
+
 def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
     if strategy is not None and system is not None:
         raise UserError("--strategy and --system both name a strategy; give one of them")
@@ -230,29 +264,41 @@ def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
     return Strategy.parse(strategy) if strategy is not None else None
 
 
-def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> Path:
-    """The folder that was asked for, if it holds no run yet; else the next free one in runs/."""
+def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> tuple[Path, bool]:
+    """The folder that was asked for, if it holds no run yet, or a new one in runs/; and whether it was made here."""
     if out is not None:
-        if node_rank == 0 and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if node_rank > 0:
+            return out, False
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out {out} exists and is not an empty folder; give a new one, runs are not overwritten")
-        return out
+        return out, _made(out)
     name = f"{job.stem}-{strategy.digest}"
     numbers = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in range(1, 100_000))
-    return next(folder for folder in numbers if not folder.exists())
+    if node_rank > 0:
+        return next(folder for folder in numbers if not folder.exists()), False
+    return next(folder for folder in numbers if _made(folder)), True
 
 
-def _tidy(folder: Path, fresh: bool) -> None:
+def _made(folder: Path) -> bool:
+    """Make a folder; whoever makes it has it."""
+    with writing(folder):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _tidy(folder: Path, made: bool) -> None:
     """A folder that was made for a run without a single step goes away with it."""
-    if not fresh or not folder.is_dir() or found_in(folder / "checkpoints"):
+    if not made or not folder.is_dir() or found_in(folder / "checkpoints"):
         return
     if any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
         return
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-    if folder.parent == Path("runs") and not any(folder.parent.iterdir()):
-        folder.parent.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent == Path("runs"):
+        with suppress(OSError):  # other runs are there
+            folder.parent.rmdir()
 
 
 def _print_summary(show: Console, row: dict[str, Any]) -> None:
