@@ -310,6 +310,14 @@ def test_what_a_manifest_refers_to_is_there(tmp_path: Path) -> None:
         checkpoint.verify(folder)
 
 
+def test_a_failed_save_is_cleared_by_the_next_and_a_later_one_is_left_alone(tmp_path: Path) -> None:
+    """A process that has contributed to one save may be at the next before this one has its name."""
+    for step in (5, 15):
+        checkpoint.contribute(checkpoint.aside(tmp_path, step, "token"), 1, {}, {})
+    make(tmp_path, 10)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".part-00000015-token", "step-00000010"]
+
+
 def test_a_process_that_fails_says_why_and_makes_room(tmp_path: Path) -> None:
     part = checkpoint.aside(tmp_path, 1, "t")
     checkpoint.contribute(part, 0, {}, {})

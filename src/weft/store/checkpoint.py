@@ -141,7 +141,11 @@ def publish(root: Path, part: Path, processes: int, manifest: Manifest, timeout_
         final.rename(old)
     part.rename(final)
     sync(root)
-    for left in (old, *root.glob(".part-*")):  # all processes have contributed here, so none writes another part
+    earlier = [left for left in root.glob(".part-*") if int(left.name.split("-")[1]) < manifest.step]
+    for left in (
+        old,
+        *earlier,
+    ):  # a process that has contributed here writes to no earlier part, but maybe to a later one
         shutil.rmtree(left, ignore_errors=True)
     return final
 
