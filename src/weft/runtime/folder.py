@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +147,48 @@ def read_json(folder: Path, name: str) -> Any:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """One event per step, over all processes: the mean step time, other times of the slowest, values by samples."""
+    return list(stream(folder))
+
+
+def stream(folder: Path) -> Iterator[dict[str, Any]]:
+    """The same, one after the other: of a long run no more is in memory than a step."""
     read_json(folder, "environment.json")
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for file in sorted(folder.glob("events-*.jsonl")):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    valid = _valid(folder)
+    files = [_lines(file, valid) for file in sorted(folder.glob("events-*.jsonl"))]
+    with _understood(folder):
+        for _, parts in itertools.groupby(heapq.merge(*files, key=_step), key=_step):
+            yield _joined(list(parts))
+
+
+def _step(event: dict[str, Any]) -> int:
+    return int(event["step"])
+
+
+def _lines(file: Path, valid: Mapping[int, float]) -> Iterator[dict[str, Any]]:
+    """One process's events, each step once, without those that a later attempt has taken again or left behind."""
+    reached = -1
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
             try:
                 event = json.loads(line)
-                by_step.setdefault(_a(int, event["step"]), []).append(event | {"samples": event["samples"]})
-            except (ValueError, TypeError, KeyError, RecursionError):
+                step, attempt = _a(int, event["step"]), event.get("attempt", 0)
+                if reached < step <= valid.get(attempt, math.inf) and "samples" in event:
+                    yield event
+                    reached = step
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue  # the last line of a process that was killed
-    with _understood(folder):
-        return [_joined(_latest(by_step[step])) for step in sorted(by_step)]
 
 
-def _latest(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step that was taken again, after the run went on from a checkpoint: as it was the last time."""
-    attempt = max(part.get("attempt", 0) for part in parts)
-    return [part for part in parts if part.get("attempt", 0) == attempt]
+def _valid(folder: Path) -> dict[int, float]:
+    """By attempt, the step up to which it counts: a later attempt has started there."""
+    starts: list[int] = []
+    with suppress(OSError), (folder / "resumed.jsonl").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                starts.append(_a(int, json.loads(line)["step"]))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                starts.append(0)
+    return {attempt: min(starts[attempt:]) for attempt in range(len(starts))}
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -184,11 +213,17 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(folder: Path) -> dict[str, Any]:
     """The run in one object, as `weft train --json` gives it; the first steps are warm-up and left out of times."""
-    environment, steps = read_json(folder, "environment.json"), events(folder)
-    if not steps:
+    environment = read_json(folder, "environment.json")
+    series = {name: array("d") for name in ("step_s", "samples", "wire_bytes")}
+    last: dict[str, Any] | None = None
+    with _understood(folder):
+        for last in stream(folder):
+            for name, values in series.items():
+                values.append(last[name])
+    if last is None:
         raise UserError(f"{folder} holds no step; the run ended before its first")
     with _understood(folder):
-        row = _row(folder, environment, steps)
+        row = _row(folder, environment, series, last)
     if (folder / "report.json").exists():
         row["report"] = read_json(folder, "report.json")
     if found := servers(folder):
@@ -228,21 +263,22 @@ def by_period(values: Sequence[float], period: int) -> list[float]:
     return [statistics.mean(values[i * period : (i + 1) * period]) for i in range(whole)] or [statistics.mean(values)]
 
 
-def _row(folder: Path, environment: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(
+    folder: Path, environment: dict[str, Any], series: Mapping[str, Sequence[float]], last: Mapping[str, Any]
+) -> dict[str, Any]:
     period = _a(int, environment.get("period", 1))
-    times = by_period([event["step_s"] for event in steps[min(5, len(steps) // 2) :]], period)
+    count = len(series["step_s"])
+    times = by_period(series["step_s"][min(5, count // 2) :], period)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    samples = statistics.median(event["samples"] for event in steps)
     step_s = statistics.median(times)
     return {
         "strategy": environment["strategy"],
         "workers": environment["workers"],
-        "steps": len(steps),
+        "steps": count,
         "step_s": step_s,
         "step_s_spread": quartiles[2] - quartiles[0],
-        "samples_per_s": samples / step_s,
-        "wire_bytes_worker": statistics.median(by_period([e["wire_bytes"] for e in steps], period))
-        / environment["workers"],
-        "final_loss": steps[-1].get("loss"),
+        "samples_per_s": statistics.median(series["samples"]) / step_s,
+        "wire_bytes_worker": statistics.median(by_period(series["wire_bytes"], period)) / environment["workers"],
+        "final_loss": last.get("loss"),
         "folder": str(folder),
     }
