@@ -248,6 +248,35 @@ def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path) 
     assert [verify(folder).step for folder in found_in(scratch / "run/checkpoints")] == [40, 20]
 
 
+def test_a_checkpoint_that_was_being_replaced_is_found(scratch: Path, saved: Path) -> None:
+    """The writer was killed between its two renames."""
+    subprocess.run(["cp", "-r", saved / "run", scratch], check=True)
+    root = scratch / "run/checkpoints"
+    (root / "step-00000040").rename(root / ".old-00000040-0123456789ab")
+    (root / "step-00000020").rename(scratch / "elsewhere")
+    done = command("train", "--resume", "run", "--steps", 41, cwd=scratch)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
+        done.stdout.split("\n")
+    )
+
+
+def test_a_job_that_only_the_run_folder_names_is_not_run(scratch: Path, saved: Path) -> None:
+    """Where it lies in that folder, or belongs to somebody else: the folder may come from anywhere."""
+    subprocess.run(["cp", "-r", saved / "run", scratch], check=True)
+    launch = json.loads((scratch / "run/launch.json").read_text())
+    script(scratch / "run", "open('ran', 'w')")
+    (scratch / "run/launch.json").write_text(json.dumps(launch | {"job": "run/job.py"}))
+    said = refused(scratch, "--resume", "run")
+    assert "run/launch.json names the job run/job.py, which lies in the run folder" in said
+    assert "name it yourself: weft train run/job.py --resume run" in said
+    if os.geteuid() == 0:
+        os.chown(script(scratch, "open('ran', 'w')"), 1234, 1234)
+        (scratch / "run/launch.json").write_text(json.dumps(launch | {"job": str(scratch / "job.py")}))
+        assert "which belongs to another user" in refused(scratch, "--resume", "run")
+    assert not (scratch / "ran").exists()
+
+
 def test_a_folder_without_permission(tmp_path: Path) -> None:
     """As an ordinary user: root may write anywhere."""
     train = f"{sys.executable} -m weft.cli train wide --out locked/run --steps 2 -- --size tiny"

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import resource
+import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from weft.cli.train import _folder, _tidy
 from weft.errors import UserError
 from weft.runtime.folder import events, summary
 from weft.runtime.record import append_line, hold, write_json
+from weft.strategy import Strategy
 
 
 def event(step: int, **more: Any) -> dict[str, Any]:
@@ -97,3 +101,24 @@ def test_a_folder_without_a_step_is_said(tmp_path: Path) -> None:
     written(tmp_path, 0, [])
     with pytest.raises(UserError, match="holds no step"):
         summary(tmp_path)
+
+
+def test_launchers_that_start_together_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ready = threading.Barrier(4)
+
+    def launcher(_: int) -> tuple[Path, bool]:
+        ready.wait()
+        return _folder(None, Path("job.py"), Strategy.parse("bsp / direct"))
+
+    with ThreadPoolExecutor(4) as launchers:
+        found = list(launchers.map(launcher, range(4)))
+    assert len({folder for folder, _ in found}) == 4 and all(made for _, made in found)
+    assert sorted(Path("runs").iterdir()) == sorted(folder for folder, _ in found)
+    first, *rest = (folder for folder, _ in found)
+    (first / "launch.json").write_text("{}")
+    _tidy(first, False)  # what another launcher has made
+    assert (first / "launch.json").exists()
+    for folder in (first, *rest):
+        _tidy(folder, True)
+    assert not Path("runs").exists()

@@ -434,33 +434,33 @@ class History:
         self.owed = [step for step in (saving.last,) if step >= 0]
 
     def save(self) -> None:
-        self.step += self.dice.randint(1, 4)
+        """A new checkpoint, or now and then the latest one again; now and then its writer is killed."""
+        self.step += 0 if self.step and self.dice.random() < 0.15 else self.dice.randint(1, 4)
         self.count += 1
         tag = f"save {self.count}"
-        manifest = Manifest(
-            step=self.step,
-            workers=1,
-            strategy="",
-            seed=0,
-            job={"tag": tag},
-            state={"w": {"tensor": "model/w"}},
-            files={},
-        )
+        about: dict[str, Any] = {"workers": 1, "strategy": "", "seed": 0, "job": {"tag": tag}}
+        manifest = Manifest(step=self.step, state={"w": {"tensor": "model/w"}}, files={}, **about)
         files = {"model-0-of-1.safetensors": {"w": torch.ones(2)}}
         share = Share(files=files, own={}, common={}, view="", trained={"w"})
-        if self.dice.random() < 0.4 and killed(lambda: self.saving._write(share, manifest), self.dice.randint(1, 25)):
-            if checkpoint.found_in(self.root)[:1] == [self.root / f"step-{self.step:08d}"]:
-                self.tags[self.step] = tag
-                self.owed.append(self.step)
+        if self.dice.random() < 0.4:
+            dead = killed(lambda: self.saving._write(share, manifest), self.dice.randint(1, 30))
+        else:
+            self.saving._write(share, manifest)
+            dead = False
+        assert self.saving._error is None
+        checkpoint.recover(self.root)
+        if f'"{tag}"' in self.text_of(self.step):
+            self.tags[self.step] = tag
+            self.owed = [step for step in self.owed if step != self.step] + [self.step]
+        if dead:
             self.resume()
             return
-        if not (self.root / f"step-{self.step:08d}").exists():
-            self.saving._write(share, manifest)
         self.saving._whole.add(self.step)
-        assert self.saving._error is None
-        self.tags[self.step] = tag
-        self.owed.append(self.step)
         assert checkpoint.newest(self.root)[1].job == {"tag": tag}
+
+    def text_of(self, step: int) -> str:
+        file = self.root / f"step-{step:08d}/manifest.json"
+        return file.read_text() if file.exists() else ""
 
     def resume(self) -> None:
         """From the newest whole one, as `--resume RUN` does."""
