@@ -427,22 +427,23 @@ class History:
             checkpoint.tidy(self.root)
             checkpoint.set_aside(self.root, saving.last)
 
-        if self.dice.random() < 0.3:
+        if self.dice.random() < 0.2:
             killed(begin, self.dice.randint(1, 12))
         begin()
         self.tags = {step: tag for step, tag in self.tags.items() if step <= saving.last}
         self.owed = [step for step in (saving.last,) if step >= 0]
 
     def save(self) -> None:
-        """A new checkpoint, or now and then the latest one again; now and then its writer is killed."""
-        self.step += 0 if self.step and self.dice.random() < 0.15 else self.dice.randint(1, 4)
+        """A new checkpoint, or the latest one again; now and then its writer is killed."""
+        again = self.step > 0 and self.dice.random() < 0.2
+        self.step += 0 if again else self.dice.randint(1, 4)
         self.count += 1
         tag = f"save {self.count}"
         about: dict[str, Any] = {"workers": 1, "strategy": "", "seed": 0, "job": {"tag": tag}}
         manifest = Manifest(step=self.step, state={"w": {"tensor": "model/w"}}, files={}, **about)
         files = {"model-0-of-1.safetensors": {"w": torch.ones(2)}}
         share = Share(files=files, own={}, common={}, view="", trained={"w"})
-        if self.dice.random() < 0.4:
+        if again or self.dice.random() < 0.3:
             dead = killed(lambda: self.saving._write(share, manifest), self.dice.randint(1, 30))
         else:
             self.saving._write(share, manifest)
@@ -504,7 +505,7 @@ class History:
 def live(root: Path, seed: int) -> None:
     history = History(root, seed)
     acts = [history.save] * 6 + [history.damage] * 2 + [history.resume, history.go_back, lambda: history.start(None)]
-    for _ in range(12):
+    for _ in range(10):
         history.dice.choice(acts)()
         history.check()
     history.resume()
