@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.errors import PayloadError
-
-log = logging.getLogger(__name__)
+from weft.kernels.build import load
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
@@ -53,16 +46,8 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be had, which is said once."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        log.info("there is no C++ compiler, so compressors take their plain path: right, and several times slower")
-        return None
-    try:
-        loaded = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.warning("fast compressors could not be built (%s), so the plain ones are taken: right, and slower", error)
-        return None
-    for name, (result, arguments) in _SIGNATURES.items():
+    loaded = load(_SOURCE, _flags(), "compressors take their plain path: right, and several times slower")
+    for name, (result, arguments) in _SIGNATURES.items() if loaded else ():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -71,30 +56,6 @@ def library() -> ctypes.CDLL | None:
 def _flags() -> list[str]:
     """With WEFT_SANITIZE=1, AddressSanitizer and UBSan watch; libasan must then be preloaded into the process."""
     return [*_FLAGS, *_WATCHED] if os.environ.get("WEFT_SANITIZE") == "1" else _FLAGS
-
-
-def _built(compiler: str) -> Path:
-    """The library for this source, compiler and processor, from the user's cache or made there."""
-    about = [_SOURCE.read_bytes(), " ".join([compiler, *_flags()]).encode(), _processor().encode()]
-    name = f"cpu-{hashlib.sha256(b'/'.join(about)).hexdigest()[:16]}.so"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    if (home / name).exists():
-        return home / name
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as aside:
-        made = Path(aside) / name
-        command = [compiler, *_flags(), "-o", str(made), str(_SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
-        os.replace(made, home / name)
-    return home / name
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith("flags")), platform.machine())
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -62,6 +62,7 @@ from weft.runtime.world import World
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.collective import Processes
+from weft.transport.heartbeat import seconds
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Run:
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        timeout_s = float(os.environ.get("WEFT_TIMEOUT_S", 600))
+        timeout_s = seconds("WEFT_TIMEOUT_S", 600)
         self._among_servers = bool(strategy.topology.homes(world.workers)) and wrapper is None
         self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and wrapper is None
         apart = self._among_servers or self._shares_memory  # workers need not know each other
@@ -372,13 +373,22 @@ class Run:
                 self._bypass.close()
             if self._transport.talk is not None:
                 self._transport.talk.close()
-            if dist.is_initialized():
+            if dist.is_initialized() and not self._stuck:
                 dist.destroy_process_group()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _exit(self) -> None:
         self.close(well=getattr(sys, "last_value", None) is None)
+        if self._stuck:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether the collective library may wait for a peer that fell silent, and cannot be left in order."""
+        return self._transport.talk is not None and self._transport.talk.silent is not None
 
     def _check_reduction(self, reduction: str) -> None:
         if reduction not in ("mean", "sum"):

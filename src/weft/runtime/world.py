@@ -22,6 +22,7 @@ from weft.errors import JobError, PeerLost, UserError
 from weft.runtime.desk import ask_where, parse_address, reach, say_here
 from weft.topology import Topology
 from weft.transport.collective import Layout
+from weft.transport.heartbeat import peer_timeout_s
 from weft.transport.mesh import Mesh
 from weft.transport.messaging import Client, Key
 
@@ -72,6 +73,7 @@ class World:
             )
         except ValueError as error:
             raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
+        peer_timeout_s(env)  # refused before anything is started
         if world.server is not None:
             return world
         if world.workers < world.processes:
@@ -146,7 +148,7 @@ class World:
         if self.processes == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
-        return Mesh(self.process, self.processes, self.address(), store, timeout_s)
+        return Mesh(self.process, self.processes, self.address(), store, timeout_s, 0.6 * peer_timeout_s())
 
     # --- with servers -------------------------------------------------------------------------------------------------
 

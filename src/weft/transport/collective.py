@@ -21,7 +21,7 @@ from weft.topology import Topology
 from weft.topology._parts import bounds
 from weft.topology.direct import Direct, add_into, add_wide, forest, wide
 from weft.topology.ring import Ring
-from weft.transport.mesh import Mesh, raw
+from weft.transport.mesh import Mesh, Parcel, raw
 
 
 class Works(Protocol):
@@ -46,9 +46,13 @@ class Library:
 
     works: Sequence[Any]
     at_once: bool = False
+    watched: Parcel | None = None
+    """Done with the last of them, or when a peer falls silent, which the library would notice much later."""
 
     def wait(self) -> None:
         """Until all are done; a peer that went away is named as such."""
+        if self.watched is not None:
+            self.watched.wait()
         try:
             for work in self.works:
                 work.wait()
@@ -57,7 +61,10 @@ class Library:
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` when the last is done: collectives of one group end in their order."""
-        self.works[-1].get_future().add_done_callback(lambda _: act())
+        if self.watched is not None:
+            self.watched.then(act)
+        else:
+            self.works[-1].get_future().add_done_callback(lambda _: act())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +128,9 @@ class Processes:
             return home
         if isinstance(self.topology, Ring):
             self.sent_bytes += self.topology.wire_bytes(Sum, nbytes((home,)), layout.processes)
-            yield Library([dist.all_reduce(home, async_op=True)], at_once=self.nccl)
+            work: Any = dist.all_reduce(home, async_op=True)
+            watched = self.mesh.watch(work.get_future()) if self.mesh is not None else None
+            yield Library([work], at_once=self.nccl, watched=watched)
             return home
         total = yield from self._lowered(Sum(home), tag)
         return home.copy_(total)
