@@ -527,6 +527,7 @@ def _end(children: list[_Child]) -> None:
         for child in children:
             if not child.over():
                 signal_group(child.process, signal.SIGKILL if child.server else number)
+                signal_group(child.process, signal.SIGCONT)  # one that is stopped learns of it only then
         until = time.monotonic() + _GRACE_S
         while not all(child.over() for child in children) and time.monotonic() < until:
             time.sleep(0.02)

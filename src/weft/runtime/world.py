@@ -148,7 +148,7 @@ class World:
         if self.processes == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
-        return Mesh(self.process, self.processes, self.address(), store, timeout_s, 0.6 * peer_timeout_s())
+        return Mesh(self.process, self.processes, self.address(), store, timeout_s, 0.4 * peer_timeout_s())
 
     # --- with servers -------------------------------------------------------------------------------------------------
 
