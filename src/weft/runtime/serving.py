@@ -141,7 +141,7 @@ class ParameterServer:
         encrypted: bool = False,
         even_here: bool = True,
         buffers: int = 0,
-        patience_s: float = 3.0,
+        patience_s: float | None = None,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self._teams = teams or [range(worker, worker + 1) for worker in range(workers)]

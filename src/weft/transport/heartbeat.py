@@ -33,7 +33,8 @@ WITHOUT_NATIVE_S = 60.0
 """How long a peer may be silent whose heartbeats need the interpreter lock."""
 _SOURCE = Path(__file__).with_name("heartbeat.cpp")
 _FLAGS = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
-_NATIVE, _PYTHON = 1, 2
+_PYTHON = 2
+"""What a beat says of its sender; heartbeat.cpp has the other."""
 
 
 def seconds(name: str, default: float, env: Mapping[str, str] = os.environ) -> float:
@@ -69,13 +70,18 @@ class Pulse:
 
     def limit_s(self, patience_s: float) -> float:
         """How long the peer may be silent."""
-        native = not self._closed and self._heart.sender(self._place) == _NATIVE
-        return patience_s if native else max(patience_s, WITHOUT_NATIVE_S)
+        slow = not self._closed and self._heart.sender(self._place) == _PYTHON
+        return max(patience_s, WITHOUT_NATIVE_S) if slow else patience_s
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._heart.drop(self._place)
+
+
+def prepare() -> None:
+    """Do what takes long, a compilation, before a peer counts on heartbeats."""
+    _heart(os.getpid())
 
 
 class _Heart(Protocol):

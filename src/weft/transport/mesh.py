@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import JobError, PeerLost
-from weft.transport.heartbeat import Pulse
+from weft.transport.heartbeat import Pulse, prepare
 
 _HEADER = struct.Struct("!QQ")
 _HELLO = struct.Struct("!16sI")
@@ -149,6 +149,8 @@ class Mesh:
         self._gone: dict[int, PeerLost] = {}
         self._watched: set[Parcel] = set()
         self._closed = False
+        if patience_s is not None:
+            prepare()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):

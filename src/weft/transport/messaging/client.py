@@ -8,8 +8,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from weft.errors import JobError, PeerLost
+from weft.transport.heartbeat import Pulse, peer_timeout_s, prepare
 from weft.transport.messaging.frames import FrameError, Head, Kind
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
@@ -79,11 +82,16 @@ class Client:
         encrypted: bool = False,
         even_here: bool = True,
         most_bytes: int = 1 << 26,
-        patience_s: float = 3.0,
-        retry_s: float = 1.5,
+        patience_s: float | None = None,
+        retry_s: float | None = None,
     ) -> None:
-        self.address, self.key, self.most_bytes = address, key, most_bytes
-        self.patience_s, self.retry_s, self.even_here = patience_s, retry_s, even_here
+        """`patience_s`: how long the server may show no sign of life; `retry_s`: how long it is then called anew.
+
+        Both by default as `WEFT_PEER_TIMEOUT_S` says.
+        """
+        self.address, self.key, self.most_bytes, self.even_here = address, key, most_bytes, even_here
+        self.patience_s = 0.4 * peer_timeout_s() if patience_s is None else patience_s
+        self.retry_s = 0.3 * peer_timeout_s() if retry_s is None else retry_s
         self._guest = Guest(secrets.token_bytes(16), name)
         self._tls: ssl.SSLContext | None = key.context(server=False) if encrypted else None
         self._numbers = itertools.count(1)
@@ -93,8 +101,9 @@ class Client:
         self._failed: Exception | None = None
         self._in_vain = 0
         self._closed = False
+        prepare()
         self._carrier = Carrier("weft-ask")
-        self._link: Link | None = self._call(time.monotonic() + retry_s)
+        self._link: Link | None = self._call(time.monotonic() + self.retry_s)
         self._carrier.carry(self._link)
 
     def __str__(self) -> str:
@@ -209,7 +218,9 @@ class Client:
             left = deadline - time.monotonic()
             try:
                 stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left), even_here=self.even_here)
-                return Link(stream, str(self), self._guest.identity, self, self.patience_s)
+                link = Link(stream, str(self), self._guest.identity, self, self.patience_s)
+                self._show_life(link, max(0.1, deadline - time.monotonic()))
+                return link
             except SentAway:
                 if time.monotonic() + _PAUSE_S > crowded or self._closed:
                     raise
@@ -221,6 +232,13 @@ class Client:
                         f"nobody answers at {self} ({error.strerror or error}); start the server, or give its address"
                     ) from None
             time.sleep(_PAUSE_S)
+
+    def _show_life(self, link: Link, within_s: float) -> None:
+        """A connection for heartbeats beside a link, which is good without one, only given up later."""
+        guest = replace(self._guest, pulse=True)
+        with suppress(OSError, PeerLost):
+            stream = call(self.address, guest, self.key, self._tls, within_s, even_here=self.even_here)
+            link.attach(Pulse(stream.sock))
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+from weft.transport.heartbeat import WITHOUT_NATIVE_S, Pulse
 from weft.transport.messaging.frames import HEAD_BYTES, FrameError, Head, Kind, unpack, unpack_sizes
 from weft.transport.messaging.streams import Stream
 
@@ -21,6 +22,10 @@ log = logging.getLogger("weft.messaging")
 
 BEAT_S = 1.0
 """A link that has nothing to say says so, this often."""
+_LOOK_S = 0.25
+"""How often the thread looks at the clock."""
+_TURN_BYTES = 4 << 20
+"""So much is read from one link before others have their turn."""
 
 
 class Owner(Protocol):
@@ -54,6 +59,15 @@ class Link:
         self._parts: list[memoryview] | None = None
         self._sizes = bytearray()
         self.heard = self.spoke = time.monotonic()
+        self.pulse: Pulse | None = None
+
+    def attach(self, pulse: Pulse) -> None:
+        """From now on these heartbeats say whether the peer lives, whatever its Python threads do."""
+        with self._lock:
+            if not self.gone:
+                self.pulse = pulse
+                return
+        pulse.close()
 
     def send(self, head: Head, parts: Sequence[memoryview] = (), *, priority: int = 0) -> None:
         """Hand over a frame; lower priorities leave first. Its parts must not change any more."""
@@ -95,19 +109,29 @@ class Link:
         with self._lock:
             self.gone = True
             self._waiting, self._leaving = [], []
+            pulse, self.pulse = self.pulse, None
+        if pulse is not None:
+            pulse.close()
 
-    def read(self) -> None:
-        """All that has come."""
+    def read(self) -> bool:
+        """What has come, up to one turn's worth; returns whether there may be more."""
+        left = _TURN_BYTES
         while self.reads:
             while self._into:
-                got = self.stream.read(self._into[0]) if len(self._into[0]) else 0
+                if left <= 0:
+                    return True
+                got = self.stream.read(self._into[0][:left]) if len(self._into[0]) else 0
+                left -= got
                 if got:
                     self.heard = time.monotonic()
                 if got < len(self._into[0]):
                     self._into[0] = self._into[0][got:]
-                    return
-                self._into.pop(0)
+                    if got == 0 or left > 0:
+                        return False
+                else:
+                    self._into.pop(0)
             self._stage()
+        return False
 
     def _stage(self) -> None:
         """What was waited for is there: a head, then sizes, then parts."""
@@ -127,8 +151,12 @@ class Link:
 
     def look_at_the_clock(self, now: float) -> None:
         """Speak where there was silence; give up who is silent."""
-        if self.reads and now - self.heard > self.patience_s:
-            raise FrameError(f"nothing came for {self.patience_s:g} s")
+        silent_s, limit_s = now - self.heard if self.reads else 0.0, max(self.patience_s, WITHOUT_NATIVE_S)
+        pulse = self.pulse
+        if pulse is not None and (quiet_s := pulse.silent_s()) is not None:
+            silent_s, limit_s = min(now - self.heard, quiet_s), pulse.limit_s(self.patience_s)
+        if silent_s > limit_s:
+            raise FrameError(f"nothing came for {limit_s:g} s")
         if now - self.spoke > BEAT_S and not self.talks:
             self.send(Head(Kind.BEAT))
 
@@ -197,7 +225,7 @@ class Carrier:
     def _run(self) -> None:
         checked = time.monotonic()
         while not self._closed:
-            for key, events in self._selector.select(BEAT_S / 2):
+            for key, events in self._selector.select(_LOOK_S):
                 if key.data is None:
                     with suppress(BlockingIOError):
                         self._woken.recv(4096)
@@ -213,7 +241,7 @@ class Carrier:
                     self.drop(link, "another link took its place")
                 self._serve(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
             now = time.monotonic()
-            if now - checked > BEAT_S / 2:
+            if now - checked > _LOOK_S:
                 checked = now
                 for link in list(self._links):
                     self._guarded(link, partial(link.look_at_the_clock, now))
@@ -222,12 +250,16 @@ class Carrier:
         if link not in self._links:
             return
         if events & selectors.EVENT_READ:
-            self._guarded(link, link.read)
+            self._guarded(link, partial(self._read, link))
         if events & selectors.EVENT_WRITE:
             self._guarded(link, link.write)
         if link in self._links:
             wanted = selectors.EVENT_READ * link.reads | selectors.EVENT_WRITE * link.talks
             self._listen(link, wanted)
+
+    def _read(self, link: Link) -> None:
+        if link.read():
+            self.wake(link)  # what TLS has taken from the socket already is announced by nobody else
 
     def _listen(self, link: Link, wanted: int) -> None:
         """Ask to be told what is worth knowing about a link."""

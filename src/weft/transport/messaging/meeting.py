@@ -5,6 +5,8 @@
     asker    proof("asker", both, what the asker said)
     server   one byte: welcome
 
+A connection for heartbeats begins in the same way with "weft-pulse-1", and is of no further use to anything else.
+
 Where the network is not trusted all of this is said within TLS, in which both have shown the run's certificate. A proof
 is an HMAC. A caller without the key gets the server's proof, from which it learns nothing about a key of 256 random
 bits, and nothing after its own. Between two ends of one address nothing is on the network, and both may leave TLS out:
@@ -31,6 +33,7 @@ PATIENCE_S = 10.0
 """How long a stranger may take."""
 _HELLO = struct.Struct("!12s16s64s32s")
 _GREETING = b"weft-hello-1"
+_PULSE = b"weft-pulse-1"
 _PROOF = 32
 _WELCOME = b"\1"
 
@@ -49,6 +52,8 @@ class Guest:
 
     identity: bytes
     name: str
+    pulse: bool = False
+    """Whether the connection is for heartbeats: those of the link that the same asker has already."""
 
 
 def receive(
@@ -59,14 +64,14 @@ def receive(
     stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=True)
     hello = _exactly(stream, _HELLO.size, deadline)
     greeting, identity, name, theirs = _HELLO.unpack(hello)
-    if greeting != _GREETING:
+    if greeting not in (_GREETING, _PULSE):
         raise Stranger("something that is not Weft called")
     mine = secrets.token_bytes(32)
     _say(stream, mine + key.proof("server", theirs, mine, hello), deadline)
     if not hmac.compare_digest(_exactly(stream, _PROOF, deadline), key.proof("asker", theirs, mine, hello)):
         raise Stranger("somebody called without this run's key")
     _say(stream, _WELCOME, deadline)
-    return stream, Guest(identity, name.rstrip(b"\0").decode(errors="replace"))
+    return stream, Guest(identity, name.rstrip(b"\0").decode(errors="replace"), greeting == _PULSE)
 
 
 def call(
@@ -86,7 +91,7 @@ def call(
         stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=False)
         mine = secrets.token_bytes(32)
         name = _fitting(guest.name.encode())
-        hello = _HELLO.pack(_GREETING, guest.identity, name, mine)
+        hello = _HELLO.pack(_PULSE if guest.pulse else _GREETING, guest.identity, name, mine)
         _say(stream, hello, deadline)
         answer = _exactly(stream, 32 + _PROOF, deadline)
         theirs, proof = answer[:32], answer[32:]

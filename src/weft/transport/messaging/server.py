@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weft.errors import PeerLost
+from weft.transport.heartbeat import Pulse, peer_timeout_s, prepare
 from weft.transport.messaging.frames import REQUESTS, FrameError, Head, Kind
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
@@ -98,8 +99,8 @@ class Server:
     """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
 
     `joined` and `left` tell of askers that come for the first time, and of those that went (name, reason, identity): on
-    purpose, or by a link that broke and was not made anew within `grace_s`. `encrypted` and `even_here` are as for a
-    client.
+    purpose, or by a link that broke and was not made anew within `grace_s`, or showed no sign of life for `patience_s`:
+    both by default as `WEFT_PEER_TIMEOUT_S` says. `encrypted` and `even_here` are as for a client.
     """
 
     def __init__(
@@ -111,19 +112,23 @@ class Server:
         encrypted: bool = False,
         even_here: bool = True,
         most_bytes: int = 1 << 26,
-        patience_s: float = 3.0,
-        grace_s: float = 1.5,
+        patience_s: float | None = None,
+        grace_s: float | None = None,
         joined: Callable[[str], None] = lambda name: None,
         left: Callable[[str, str, bytes], None] = lambda name, why, identity: None,
     ) -> None:
         self.key, self.handle, self.most_bytes = key, handle, most_bytes
-        self.patience_s, self.grace_s, self.even_here = patience_s, grace_s, even_here
+        self.patience_s = 0.4 * peer_timeout_s() if patience_s is None else patience_s
+        self.grace_s = 0.3 * peer_timeout_s() if grace_s is None else grace_s
+        self.even_here = even_here
         self._joined, self._left = joined, left
         self._tls: ssl.SSLContext | None = key.context(server=True) if encrypted else None
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.RLock()
+        self._linked = threading.Condition(self._lock)
         self._spare: dict[int, list[bytearray]] = {}
         self._strangers: dict[socket.socket, None] = {}
+        prepare()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -180,6 +185,9 @@ class Server:
         finally:
             with self._lock:
                 self._strangers.pop(sock, None)
+        if guest.pulse:
+            self._show_life(guest.identity, stream.sock)
+            return
         link = Link(stream, guest.name, guest.identity, self, self.patience_s)
         with self._lock:
             self._forget()
@@ -188,11 +196,26 @@ class Server:
             if session is None:
                 session = self._sessions[guest.identity] = _Session(guest.identity, guest.name, link)
             old, session.link = session.link, link
+            self._linked.notify_all()
         if old is not None and old is not link:
             self._carrier.part(old)
         if new:
             self._joined(guest.name)
         self._carrier.carry(link)
+
+    def _show_life(self, identity: bytes, sock: socket.socket) -> None:
+        """A connection for heartbeats, for the link of the same asker, which was welcomed just before."""
+
+        def bare() -> Link | None:
+            session = self._sessions.get(identity)
+            return session.link if session and session.link and session.link.pulse is None else None
+
+        with self._linked:
+            link = self._linked.wait_for(bare, PATIENCE_S)
+        if link is None:
+            sock.close()
+        else:
+            link.attach(Pulse(sock))
 
     def _forget(self) -> None:
         """Let go of the replies of those who went long ago; what they have asked must never count again."""
