@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from weft.errors import PeerLost
-from weft.transport.mesh import Mesh, raw
+from weft.transport.mesh import Mesh, Parcel, _meet, raw
 
 
 @contextmanager
@@ -116,6 +117,79 @@ def test_who_went_away_is_named_and_the_others_still_talk() -> None:
 def test_nobody_is_waited_for_for_ever() -> None:
     with meshes(2, timeout_s=0.5) as (one, _), pytest.raises(PeerLost, match=r"process 1 .*nothing came for 0\.5 s"):
         one.post([], [(1, raw(torch.empty(1)))], 0).wait()
+
+
+@contextmanager
+def beside_a_socket(timeout_s: float = 0.5) -> Iterator[tuple[Mesh, socket.socket]]:
+    """The mesh of process 0, and the bare socket of process 1, which does what it likes."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(_meet, 1, 2, "127.0.0.1", store)
+        mesh = Mesh(0, 2, "127.0.0.1", store, timeout_s)
+        other = met.result(30)[0]
+    with other:
+        yield mesh, other
+    mesh.close()
+
+
+def outcome(parcel: Parcel) -> BaseException | None:
+    """What a wait raises; a wait that does not end in 20 s fails here."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(parcel.wait)
+        try:
+            return waiting.exception(20)
+        except TimeoutError:
+            parcel._one_done(PeerLost("the test's"))
+            raise
+
+
+def test_a_peer_that_freezes_within_a_message_is_given_up() -> None:
+    with beside_a_socket() as (mesh, other):
+        parcel = mesh.post([], [(1, raw(torch.empty(1000)))], 7)
+        other.sendall(struct.pack("!QQ", 7, 4000) + bytes(500))
+        assert "nothing came of the rest of a message for 0.5 s" in str(outcome(parcel))
+
+
+def test_a_slow_message_is_waited_for_as_long_as_bytes_come() -> None:
+    room = torch.empty(10)
+    with beside_a_socket() as (mesh, other):
+        parcel = mesh.post([], [(1, raw(room))], 7)
+        other.sendall(struct.pack("!QQ", 7, 40))
+        for value in range(10):
+            threading.Event().wait(0.15)
+            other.sendall(raw(of(value)))
+        parcel.wait()
+    assert room.tolist() == list(range(10))
+
+
+def test_a_peer_that_does_not_read_is_given_up() -> None:
+    with beside_a_socket() as (mesh, _):
+        assert "it read nothing of what was sent to it" in str(
+            outcome(mesh.post([(1, memoryview(bytes(1 << 26)))], [], 7))
+        )
+
+
+def test_a_length_that_is_nonsense_costs_only_the_peer() -> None:
+    with beside_a_socket() as (mesh, other):
+        other.sendall(struct.pack("!QQ", 9, 1 << 62))
+        assert "more than the memory" in str(outcome(mesh.post([], [(1, raw(torch.empty(1)))], 7)))
+        assert mesh._thread.is_alive()
+
+
+def test_an_error_in_the_thread_ends_every_wait_and_is_its_cause() -> None:
+    with meshes(2) as (one, other):
+        waiting, told = other.post([], [(0, raw(torch.empty(1)))], 1), other.post([], [(0, raw(torch.empty(1)))], 2)
+
+        def fail() -> None:
+            raise ZeroDivisionError("on purpose")
+
+        told.then(fail)
+        one.post([(1, raw(of(1.0)))], [], 2).wait()
+        later = [lambda: other.post([], [(0, raw(torch.empty(1)))], 3), lambda: other.post([(0, raw(of(1.0)))], [], 4)]
+        for post in (lambda: waiting, *later):
+            error = outcome(post())
+            assert "messages between workers failed in this process: ZeroDivisionError" in str(error)
+            assert error is not None and isinstance(error.__cause__, ZeroDivisionError)
 
 
 def test_a_message_of_another_size_is_an_error() -> None:

@@ -15,7 +15,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from weft.errors import JobError, PeerLost
 from weft.transport.messaging import Client, Key, Refused, Request, Server, Stranger
 from weft.transport.messaging import client as client_module
 from weft.transport.messaging.frames import HEAD_BYTES, Head, Kind, unpack
+from weft.transport.messaging.links import Link
 from weft.transport.messaging.meeting import Guest, call
 
 HERE = ("127.0.0.1", 0)
@@ -274,6 +275,41 @@ def test_idle_links_stay(key: Key) -> None:
         asker.ask(ECHO).wait(WAIT_S)
         assert asker._link is link
         asker.close()
+
+
+def test_one_link_leaves_others_their_turn() -> None:
+    class Endless:
+        """A stream that brings heartbeats faster than anybody reads."""
+
+        frame = Head(Kind.BEAT).pack([])
+        taken = 0
+        unsent = False
+        sock = socket.socket()
+
+        def read(self, into: memoryview) -> int:
+            self.taken += len(into)
+            assert self.taken < 1 << 26, "one link is read for ever"
+            into[:] = self.frame[: len(into)]
+            return len(into)
+
+        def write(self, parts: Sequence[memoryview]) -> int:
+            return 0
+
+        def close(self) -> None:
+            self.sock.close()
+
+    class Nobody:
+        most_bytes = 0
+
+        def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
+            return []
+
+        def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None: ...
+        def lost(self, link: Link, reason: str) -> None: ...
+
+    link = Link(Endless(), "peer", b"", Nobody(), 1.0)
+    assert link.read(), "there is more"
+    link.stream.close()
 
 
 def test_a_server_that_goes_is_named(key: Key) -> None:

@@ -99,6 +99,11 @@ class World:
         return Layout(workers=self.workers, processes=self.processes, process=self.process)
 
     @property
+    def _on_one_machine(self) -> bool:
+        """Whether all processes are: then nothing listens where another machine could reach it."""
+        return bool(self.store) or _is_here(os.environ.get("MASTER_ADDR", ""))
+
+    @property
     def alone(self) -> bool:
         """Nothing to exchange with anyone."""
         return self.workers == 1 and not self.forced
@@ -126,8 +131,9 @@ class World:
         backend = "nccl" if device.type == "cuda" and not self.shared_gpus else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if self._on_one_machine:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         if self.store:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
             method = f"file://{Path(self.store).absolute()}"
             rank, size = self.process, self.processes
         elif "MASTER_ADDR" in os.environ:
@@ -203,24 +209,31 @@ class World:
 
     def address(self) -> str:
         """Where others reach this process: the address of the interface that the collective library uses too."""
+        if self._on_one_machine and not self.desk:
+            return "127.0.0.1"
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         found = address_of(name) if name else None
-        if found is None and not self.store:
+        if found is None:
             found = address_towards(parse_address(self.desk)[0] if self.desk else os.environ["MASTER_ADDR"])
         return found or "127.0.0.1"
 
 
 def check_network(host: str) -> None:
     """Refuse to meet on another host, unless the user has said that the network in between is trusted."""
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        found = {host}
-    if not all(address == "::1" or address.startswith("127.") for address in found):
+    if not _is_here(host):
         raise UserError(
             f"gradients would go to {host} and back unencrypted, and the network is not known to be trusted; if nobody "
             "else is on it, say --network trusted, or WEFT_NETWORK=trusted under another launcher"
         )
+
+
+def _is_here(host: str) -> bool:
+    """Whether a name stands for this machine's loopback addresses alone."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)} if host else {host}
+    except OSError:
+        found = {host}
+    return all(address == "::1" or address.startswith("127.") for address in found)
 
 
 def address_of(interface: str) -> str | None:

@@ -382,6 +382,8 @@ class Mesh:
             return
         self._checked = now
         for peer in self._peers.values():
+            if peer.reading is not None:
+                self._serve(peer, selectors.EVENT_READ)  # a few bytes do not wake this thread (_wake_at)
             waits = self._waits(peer) if peer.rank not in self._gone else {}
             if not waits and not self._watched:
                 continue

@@ -197,8 +197,8 @@ class Client:
         try:
             link = self._call(time.monotonic() + self.retry_s)
         except (OSError, PeerLost) as error:
-            why = error if isinstance(error, Stranger) else PeerLost(f"the server at {self} went away ({reason})")
-            self._fail(why)
+            refused = f"; then {error}" if isinstance(error, Stranger) else ""  # one that goes hangs up on callers
+            self._fail(PeerLost(f"the server at {self} went away ({reason}){refused}"))
             return
         with self._lock:
             if self._closed:
