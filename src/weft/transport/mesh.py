@@ -387,7 +387,7 @@ class Mesh:
             waits = self._waits(peer) if peer.rank not in self._gone else {}
             if not waits and not self._watched:
                 continue
-            limit_s = self._silent_for(peer)
+            limit_s = self._silent_for(peer, now)
             late = next((what for what, since in waits.items() if now - since > self.timeout_s), None)
             if limit_s is not None:
                 lost = _lost(peer.rank, f"no sign of life for {limit_s:g} s")
@@ -410,13 +410,13 @@ class Mesh:
                 waits["it read nothing of what was sent to it"] = peer.went
         return waits
 
-    def _silent_for(self, peer: _Peer) -> float | None:
-        """The limit that a peer's silence has passed, if it has."""
+    def _silent_for(self, peer: _Peer, now: float) -> float | None:
+        """The limit that a peer's silence has passed, if it has; any byte from it is a sign of life."""
         silent_s = peer.pulse.silent_s() if peer.pulse is not None else None
         if peer.pulse is None or silent_s is None or self.patience_s is None:
             return None
         limit_s = peer.pulse.limit_s(self.patience_s)
-        return limit_s if silent_s > limit_s else None
+        return limit_s if min(silent_s, now - peer.came) > limit_s else None
 
     def _fail_watched(self, lost: PeerLost) -> None:
         with self._lock:
