@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -353,7 +354,8 @@ class Mesh:
         if message is None:
             if size > _MEMORY:
                 raise OSError(0, f"it announces a message of {size} bytes, more than the memory of this machine")
-            return _Inbound(raw(torch.empty(size, dtype=torch.uint8)), None)  # takes memory as bytes come
+            room = numpy.empty(size, numpy.uint8)  # takes memory as bytes come
+            return _Inbound(memoryview(room), None)  # type: ignore[arg-type]
         if len(message.into) != size:
             peer.reading = message
             raise OSError(0, _wrong_size(peer.rank, size, len(message.into)))
