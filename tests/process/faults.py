@@ -95,7 +95,7 @@ class Faults:
         if self.plan:
             middle = list(model.parameters())[len(list(model.parameters())) // 2]
             model.register_forward_pre_hook(at("forward"))
-            middle.register_post_accumulate_grad_hook(at("backward"))
+            middle.register_hook(at("backward"))
             before, after, step = at("step"), at("after"), optimizer.step
 
             def struck(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class Worker:
         self.model = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
         client = Client(address, key, f"worker {rank}", retry_s=WAIT_S)
         self.asking = Servers(rank, [client], divided(model, 1, how), named_specs(model), how.compression)
-        self.eager = Eager(self.asking, how.synchrony, self.model, Slots(nn.Module()), WAIT_S)
+        self.eager = Eager(self.asking, how.synchrony, self.model, Slots(nn.Module(), 2), WAIT_S)
         if not self.asking.join(WAIT_S)[1]:
             self.asking.start(self.model, {}, (), WAIT_S)
         self.asking.pull(self.model).wait(WAIT_S)

@@ -128,7 +128,7 @@ def work(
     clients = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
     asking = Servers(rank, clients, divided(model, len(addresses), how), named_specs(model), how.compression)
     flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
-    eager = Eager(asking, how.synchrony, flat, Slots(nn.Module()), WAIT_S) if how.synchrony.eager else None
+    eager = Eager(asking, how.synchrony, flat, Slots(nn.Module(), 2), WAIT_S) if how.synchrony.eager else None
     try:
         step, started = asking.join(WAIT_S)
         if rank == 0 and not started:

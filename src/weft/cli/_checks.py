@@ -143,10 +143,7 @@ def meeting() -> Check:
         return Check("two processes meet", False, f"no temporary folder: {error.strerror or error}", remedy)
     if not problem:
         return Check("two processes meet", True, f"over Gloo, in {time.monotonic() - began:.1f} s with their start")
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
     remedy = "allow local TCP connections on loopback (firewall, sandbox)"
-    if named:
-        remedy = f"GLOO_SOCKET_IFNAME is {named}; unset it, or name an interface of this machine"
     return Check("two processes meet", False, problem, remedy)
 
 

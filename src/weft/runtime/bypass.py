@@ -100,7 +100,9 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def _post_hooks(param: Tensor) -> int:
-    return len(param._post_accumulate_grad_hooks or ())
+    """How many hooks of the user's there are; Weft's own come and go."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return sum(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in hooks)
 
 
 def compiled() -> bool:

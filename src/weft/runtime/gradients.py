@@ -200,7 +200,9 @@ class Gradients:
 
     def _check_late(self, index: int, param: Tensor) -> None:
         """A parameter that has a gradient was used. If it is still late, nobody has waited for its update."""
-        if type(param) is Late:
+        if self.carried is not None and self.carried.between:
+            self.carried.next_turn()  # a worker without a batch, which `turns` refuses
+        elif type(param) is Late:
             raise LoopError(
                 f"{self.names[index]} has a new gradient while its last one is still on its way: backward ran twice "
                 f"before step(), or torch.func did not wait; under {self.engine.schedule.name} put all but the last "

@@ -49,7 +49,7 @@ def hooked(optimizer: Optimizer) -> bool:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
     everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    return any(not hook.__module__.startswith("weft.") for hook in everyone)
+    return any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in everyone)
 
 
 class Piecewise:
