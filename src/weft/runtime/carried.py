@@ -75,9 +75,9 @@ class Carried:
             arrive(param)
             return
         raise LoopError(
-            f"a parameter or its gradient was used between two workers' turns: {_WHY}; clip with run.clip(), pass "
-            "averages of the weights, scalers and further optimizers to run.distribute(), or start a process for each "
-            "worker"
+            f"a parameter or its gradient was used between two workers' turns: {_WHY}; put all but the last backward "
+            "into `with run.accumulate():`, clip with run.clip(), pass averages of the weights, scalers and further "
+            "optimizers to run.distribute(), or start a process for each worker"
         )
 
     def _check_counters(self) -> None:
