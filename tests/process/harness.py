@@ -15,6 +15,16 @@ from weft.strategy import Strategy
 from weft.transport.messaging import Key
 
 TIMEOUT_S = 120
+PRELOADED = [
+    "torch",
+    "weft",
+    "weft.runtime.worker",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+]
+
+Child = multiprocessing.context.ForkServerProcess
 
 
 def spawn(
@@ -24,23 +34,8 @@ def spawn(
 
     `env` are environment variables, as `WEFT_STRATEGY="bsp / ring"`. Raises what the first failing process raised.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
-        children = []
-        servers = _servers(env.get("WEFT_STRATEGY", ""), workers or processes)
-        Key.make(Path(folder) / "key")
-        for process in range(processes + servers):
-            place = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(processes)}
-            place |= {"WEFT_WORKERS": str(workers or processes), "WEFT_STORE": f"{folder}/store", **env}
-            place |= {"WEFT_TIMEOUT_S": "60", "WEFT_KEY_FILE": f"{folder}/key", "WEFT_MEETING": folder}
-            place |= {"LOCAL_WORLD_SIZE": str(processes)}
-            if process >= processes:
-                place["WEFT_SERVER"] = str(process - processes)
-            answer = Path(folder) / f"answer-{process}"
-            children.append((context.Process(target=_child, args=(place, answer, function, args)), answer))
-        for child, _ in children:
-            child.start()
+        children = start(Path(folder), processes, function, *args, workers=workers, **env)
         for child, _ in children:
             child.join(TIMEOUT_S)
         hung = [child for child, _ in children if child.is_alive()]
@@ -55,6 +50,29 @@ def spawn(
     if hung or None in outcomes:
         raise ChildError("Hang" if hung else "Death", f"{len(hung)} of {processes} processes had to be killed")
     return [outcome[1] for outcome in outcomes[:processes] if outcome is not None]
+
+
+def start(
+    folder: Path, processes: int, function: Callable[..., Any], *args: Any, workers: int | None = None, **env: str
+) -> list[tuple[Child, Path]]:
+    """Start the processes of a run, servers last; each leaves what it returned or raised in the file beside it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    children = []
+    servers = _servers(env.get("WEFT_STRATEGY", ""), workers or processes)
+    Key.make(folder / "key")
+    for process in range(processes + servers):
+        place = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(processes)}
+        place |= {"WEFT_WORKERS": str(workers or processes), "WEFT_STORE": f"{folder}/store", **env}
+        place |= {"WEFT_TIMEOUT_S": "60", "WEFT_KEY_FILE": f"{folder}/key", "WEFT_MEETING": str(folder)}
+        place |= {"LOCAL_WORLD_SIZE": str(processes)}
+        if process >= processes:
+            place["WEFT_SERVER"] = str(process - processes)
+        answer = folder / f"answer-{process}"
+        children.append((context.Process(target=_child, args=(place, answer, function, args)), answer))
+    for child, _ in children:
+        child.start()
+    return children
 
 
 def _servers(strategy: str, workers: int) -> int:
