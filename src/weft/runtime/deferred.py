@@ -91,16 +91,17 @@ class Deferred:
         While the bucket itself is still to come, the others are updated first. On a GPU a mean that is "there" may
         still have to be waited for in the stream, so only the bucket that was asked for is updated.
         """
-        if self.engine.stream is None:
-            if not self.engine.arrived[bucket].is_set():
-                self._update([other for other in self.awaited if self.engine.arrived[other].is_set()])
-            began = self.engine.clock.stamp()
-            if self.engine.wait(bucket):
-                self.watch.held_up(began)
-            self._update([other for other in self.awaited if self.engine.arrived[other].is_set()])
-        else:
-            self.engine.wait(bucket)
-            self._update([bucket])
+        together = self.engine.stream is None
+        if together and not self.engine.arrived[bucket].is_set():
+            self._update(self._arrived())
+        began = self.engine.clock.stamp()
+        if self.engine.wait(bucket):
+            self.watch.held_up(began)
+        self._update(self._arrived() if together else [bucket])
+
+    def _arrived(self) -> list[int]:
+        """Buckets whose means are there, and whose parameters are not updated yet."""
+        return [bucket for bucket in self.awaited if self.engine.arrived[bucket].is_set()]
 
     def _update(self, buckets: Sequence[int]) -> None:
         """Take the step for buckets whose means have arrived."""

@@ -1,9 +1,10 @@
 """Gradients in the buckets' memory: hooks hand them over, the engine replaces them by the mean.
 
-A hook runs when autograd has finished a parameter. It hands the gradient to its bucket; a full bucket goes to the
-engine, which weighs its gradients by the worker's share of the batch, in one pass into the bucket's memory (a parameter
-that has a bucket to itself stays where autograd put it). When backward ends, `.grad` is a view of the bucket and holds
-the mean: whatever looks at gradients between `backward` and `step` sees reduced ones.
+A hook runs when autograd has finished a parameter. It hands the gradient to its bucket. A full bucket's gradients are
+weighed by the worker's share of the batch, in one pass into the bucket's memory, and the bucket goes to the engine. On
+a GPU the engine makes that pass, on its own stream. A parameter with a bucket to itself stays where autograd put it.
+When backward ends, `.grad` is a view of the bucket and holds the mean: whatever looks at gradients between `backward`
+and `step` sees reduced ones.
 
 A schedule may defer: backward then returns while means are on their way (`deferred`).
 """
