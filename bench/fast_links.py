@@ -30,10 +30,10 @@ from pathlib import Path
 
 import torch
 
-from weft.lab import experiment
+from weft.lab import trial
 from weft.lab.cluster import Loopback
-from weft.lab.experiment import WARMUP, Contender, Task
-from weft.runtime.launch import find_job
+from weft.lab.trial import WARMUP, Contender, Task
+from weft.runtime.launch.launcher import find_job
 from weft.strategy import Strategy
 
 OURS = {
@@ -81,14 +81,14 @@ def once(
 ) -> tuple[list[float], tuple[float, float]]:
     """Step times after warm-up, and the machine's share of time that was busy and that was stolen."""
     if launcher == "weft":
-        sample = experiment.run(task, Loopback(hosts), contender, seed, out, hosts=hosts)
+        sample = trial.run(task, Loopback(hosts), contender, seed, out, hosts=hosts)
         return sample.steps_s, (sample.cpu_share, sample.steal_share)
     before = _ticks()
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env |= {"WEFT_OUT": str(out), "WEFT_STEPS": str(task.steps), "WEFT_SEED": str(seed), "WEFT_SAVE_EVERY": "0"}
     env |= {"WEFT_PEER": contender.peer} if contender.peer else {"WEFT_CLI_STRATEGY": str(contender.strategy)}
     env["WEFT_DEVICE"] = "cpu"
-    module = "weft.lab.peers._child" if contender.peer else "weft.runtime.child"
+    module = "weft.lab.peers._child" if contender.peer else "weft.runtime.launch.child"
     words = ["-m", module, str(find_job(task.job)), *task.args]
     if launcher == "torchrun":
         failed = wait(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.jobs import wide
-from weft.runtime import guard
+from weft.runtime.checks import step_status as guard
 
 BLOCK = 20
 spent = {"steps": 0, "seconds": 0.0}

@@ -25,9 +25,9 @@ from torch import nn
 
 from weft.compression.dense import Dense
 from weft.ops import Spec
-from weft.runtime.asking import Servers
-from weft.runtime.kept import Kept
-from weft.runtime.serving import ParameterServer
+from weft.runtime.server.bundle_state import Kept
+from weft.runtime.server.client import Servers
+from weft.runtime.server.service import ParameterServer
 from weft.synchrony.asp import Asp
 from weft.topology._shards import Range
 from weft.transport.messaging import Client, Key

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.jobs import text, wide
 from weft.jobs._common import cross_entropy
-from weft.runtime import worker
+from weft.runtime import run as runtime
 
 BLOCKS = 4
 Loop = Callable[[int], list[float]]
@@ -132,7 +132,7 @@ def ours(args: argparse.Namespace, strategy: str, out: Path | None, *what: Any) 
     """A loop under Weft, in a run among others on the same process group, which a job never has."""
 
     def build() -> Loop:
-        worker._current = None
+        runtime._current = None
         run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out, save_every=0)
         model, optimizer, batches = setup(*what, run.device)
         model, optimizer = run.distribute(model, optimizer)
@@ -236,8 +236,8 @@ def _child(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "WEFT_STORE": f"{folder}/store"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["WEFT_FORCE"] = "1"
-    worker.World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
-    worker.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
+    runtime.World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
+    runtime.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
     builds = list(make(folder, args, *what).items())
     at = pairs[0] % len(builds)
     loops = {name: build() for name, build in builds[at:] + builds[:at]}  # who comes first lies elsewhere in memory

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weft.runtime.folder import events
+from weft.runtime.record.run_folder import events
 
 WAYS = {
     "alone": "bsp / direct",

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from weft.runtime.folder import events
+from weft.runtime.record.run_folder import events
 from weft.store import checkpoint
 from weft.store.checkpoint import Manifest
 

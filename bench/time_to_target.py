@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 import weft
-from weft.lab.experiment import reached_apart
+from weft.lab.trial import reached_apart
 
 WAYS = {
     "ring, bsp": "bsp / ring",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.errors import Conflict, JobError, LoopError, PeerLost, SpellingError, UserError, WeftError
     from weft.lab.compare import Comparison, compare
-    from weft.runtime.worker import Run, init
+    from weft.runtime.run import Run, init
     from weft.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -31,10 +31,10 @@ __all__ = [
 
 _HOMES = {
     "Comparison": "weft.lab.compare",
-    "Run": "weft.runtime.worker",
+    "Run": "weft.runtime.run",
     "Strategy": "weft.strategy",
     "compare": "weft.lab.compare",
-    "init": "weft.runtime.worker",
+    "init": "weft.runtime.run",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.process.harness import spawn
 from tests.process.test_guard import BAD_NAME, BAD_STEP, scaled, train
-from weft.runtime import unread
+from weft.runtime.checks import finite_gpu as unread
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

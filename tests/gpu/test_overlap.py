@@ -12,8 +12,8 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
-from weft.runtime.engine import _Passage
-from weft.runtime.late import Late
+from weft.runtime.engine.engine import _Passage
+from weft.runtime.engine.lazy_parameter import Late
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime.pinned import Pinned
+from weft.runtime.server.gpu_client import Pinned
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -15,9 +15,9 @@ import pytest
 
 import weft
 from weft.errors import JobError
-from weft.lab import experiment, peers
+from weft.lab import peers, trial
 from weft.lab.cluster import Cluster
-from weft.lab.experiment import Contender, Task
+from weft.lab.trial import Contender, Task
 from weft.profile import Profile
 from weft.strategy import Strategy
 
@@ -64,7 +64,7 @@ def test_keys(compared: dict[str, Any], place: Path) -> None:
 def test_rows_tell_the_truth_about_the_wire(compared: dict[str, Any]) -> None:
     """What the links carried is what each row declares, plus headers."""
     ring, sparse, ddp = compared["rows"]
-    size = 4 * sum(spec.numel for spec in experiment.run_folder.model(Path(compared["folder"]) / "one-host"))
+    size = 4 * sum(spec.numel for spec in trial.run_folder.model(Path(compared["folder"]) / "one-host"))
     assert ring["wire_bytes_worker"] == ddp["wire_bytes_worker"] == size
     for row in (ring, ddp):
         assert row["wire_bytes_link"] == pytest.approx(row["wire_bytes_worker"] * FRAME, rel=0.02)
@@ -126,7 +126,7 @@ def test_sleeping_compute_sends_what_real_compute_sends(tmp_path: Path, compared
     assert ring["wire_bytes_link"] == pytest.approx(ring["wire_bytes_worker"] * FRAME, rel=0.02)
     assert "--compute real" in fsdp["error"]
     assert {name for name, _ in Profile.read(tmp_path / "out/profile.json").backward} == {
-        spec.name for spec in experiment.run_folder.model(tmp_path / "out/one-host")
+        spec.name for spec in trial.run_folder.model(tmp_path / "out/one-host")
     }
 
 
@@ -136,7 +136,7 @@ def test_traffic_that_goes_around_the_links_fails_loudly(tmp_path: Path, monkeyp
         monkeypatch.setattr(cluster, "seats", lambda hosts: tuple(at for _ in hosts))  # both on one host
         contender = Contender(name="bsp / ring", strategy=Strategy.parse("bsp / ring"))
         with pytest.raises(JobError, match="went around"):
-            experiment.run(
+            trial.run(
                 Task(job="wide", args=("--size", "1m"), steps=7),
                 cluster,
                 contender,
@@ -154,7 +154,7 @@ def test_a_reading_that_comes_late_is_no_traffic_around_the_links(
         monkeypatch.setattr(cluster, "counters", lambda: (time.sleep(0.5), read())[1])
         contender = Contender(name="bsp / ring", strategy=Strategy.parse("bsp / ring"))
         task = Task(job="wide", args=("--size", "tiny"), steps=8)
-        assert experiment.run(task, cluster, contender, 0, tmp_path / "run", hosts=cluster.hosts).steps_s
+        assert trial.run(task, cluster, contender, 0, tmp_path / "run", hosts=cluster.hosts).steps_s
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,7 @@ def test_a_peer_sends_what_it_declares(peer: str, tmp_path: Path) -> None:
     """FSDP aside: Gloo performs its reduce-scatter as an all-reduce, and now and then a process of it aborts."""
     with Cluster(hosts=2, bandwidth="1gbit", verify=False) as cluster:
         task = Task(job="wide", args=("--size", "1m"), steps=21)
-        sample = experiment.run(
-            task, cluster, Contender(name=peer, peer=peer), 0, tmp_path / "run", hosts=cluster.hosts
-        )
+        sample = trial.run(task, cluster, Contender(name=peer, peer=peer), 0, tmp_path / "run", hosts=cluster.hosts)
     assert sample.wire_bytes_link is not None
     share = sample.wire_bytes_link / sample.wire_bytes_worker / FRAME
     assert 0.98 < share < {"ddp-powersgd": 1.3}.get(peer, 1.02)

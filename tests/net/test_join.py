@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from weft.lab.cluster import Cluster
-from weft.runtime.desk import TOLD, Desk, reach, take_seat
-from weft.runtime.folder import events
-from weft.runtime.launch import Launch, _seat
+from weft.runtime.launch.launcher import Launch, _seat
+from weft.runtime.launch.rendezvous import TOLD, Desk, reach, take_seat
+from weft.runtime.record.run_folder import events
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.messaging import Key

@@ -18,7 +18,7 @@ TIMEOUT_S = 120
 PRELOADED = [
     "torch",
     "weft",
-    "weft.runtime.worker",
+    "weft.runtime.run",
     "torch.distributed",
     "torch._dynamo",
     "torch._functorch.aot_autograd",

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime.folder import events
+from weft.runtime.record.run_folder import events
 
 STRATEGIES = {
     "direct": ("bsp / direct", 2),

@@ -17,7 +17,7 @@ from tests.process.test_launch import weft as command
 from tests.process.test_presets import train
 from tests.process.test_served import SGD, script
 from tests.process.test_served import learn as learn_in_step
-from weft.runtime.folder import events, summary
+from weft.runtime.record.run_folder import events, summary
 
 __all__ = ["scratch"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.process.test_servers import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
-from weft.runtime.asking import Servers
-from weft.runtime.eager import Eager
-from weft.runtime.server import keep
-from weft.runtime.serving import Loss, ParameterServer
-from weft.runtime.turns import Slots
+from weft.runtime.loop.logical_workers import Slots
+from weft.runtime.server.client import Servers
+from weft.runtime.server.prefetch import Eager
+from weft.runtime.server.process import keep
+from weft.runtime.server.service import Loss, ParameterServer
 from weft.strategy import Strategy
 from weft.transport.messaging import Client, Key, Refused
 

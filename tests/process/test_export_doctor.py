@@ -22,7 +22,7 @@ import pytest
 
 from weft.cli import main
 from weft.cli.export import to_csv, to_mlflow, to_tensorboard
-from weft.runtime.folder import events, read_json
+from weft.runtime.record.run_folder import events, read_json
 
 STEPS = 8
 CHECKS = [

@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime import guard
+from weft.runtime.checks import step_status as guard
 
 SCHEDULES = ("sequential", "fused", "mg_wfbp", "priority(partition=4KiB, credit=16KiB, least=256B)")
 COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))", "error_feedback(cast(dtype=fp16))")

@@ -36,7 +36,7 @@ from tests.process.test_bits import (
 )
 from weft.compression import _coded
 from weft.profile import Cost, Seen
-from weft.runtime import guard
+from weft.runtime.checks import step_status as guard
 from weft.store.checkpoint import found_in, newest
 
 WORKERS, STEPS, EVERY = 4, 9, 2

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime import lessons
+from weft.runtime.engine import calibration as lessons
 
 WORKERS = 4
 STEPS = 6

@@ -26,8 +26,8 @@ from weft.errors import JobError, PeerLost
 from weft.transport.messaging import Client, Key, Refused, Request, Server, Stranger
 from weft.transport.messaging import client as client_module
 from weft.transport.messaging.frames import HEAD_BYTES, Head, Kind, unpack
+from weft.transport.messaging.handshake import Guest, call
 from weft.transport.messaging.links import Link
-from weft.transport.messaging.meeting import Guest, call
 
 HERE = ("127.0.0.1", 0)
 ECHO, ADD, NEVER = 1, 2, 3
@@ -157,7 +157,7 @@ def test_another_key_is_refused_with_the_host_and_a_remedy(key: Key, tmp_path: P
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain server", "tls server"])
 def test_one_side_encrypts_and_the_other_does_not(key: Key, encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
+    monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
     with serving(Ledger(), key, encrypted=encrypted) as server, pytest.raises(PeerLost):
         Client(server.address, key, "worker 0", encrypted=not encrypted, retry_s=1.0).ask(ECHO).wait(WAIT_S)
 
@@ -200,7 +200,7 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_given_up(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
+    monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
     hello = b"\x16\x03\x01\x02\x00\x01" + bytes(506)  # the beginning of a TLS handshake
     with serving(Ledger(), key, encrypted=True) as server, socket.create_connection(server.address) as stranger:
         stranger.settimeout(0.4)
@@ -220,7 +220,7 @@ def test_a_certificate_does_not_depend_on_a_hosts_clock(key: Key) -> None:
 
 def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.2, called from 127.0.0.1, stands for another machine."""
-    monkeypatch.setattr("weft.transport.messaging.meeting.PATIENCE_S", 1.0)
+    monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
     with serving(Ledger(), key, encrypted=True, even_here=False) as server:
         for options in ({"encrypted": True, "even_here": False}, {"encrypted": False}):
             asker = Client(server.address, key, "worker 0", **options)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import weft
 from tests.process.harness import spawn
 from weft.profile import Seen
-from weft.runtime.engine import Engine
-from weft.runtime.late import Late, arrive, delay
+from weft.runtime.engine.engine import Engine
+from weft.runtime.engine.lazy_parameter import Late, arrive, delay
 
 PRIORITY = "bsp / direct / priority(partition=512B, credit=2KiB, least=64B)"
 PLAIN = "bsp / direct / wfbp"

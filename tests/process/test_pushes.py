@@ -15,10 +15,10 @@ from tests.pure.test_fuzz_wire import damaged, every, resized
 from weft.compression import Compressor, Context, Piece
 from weft.errors import LoopError
 from weft.ops import Spec
-from weft.runtime.asking import Servers
-from weft.runtime.kept import Kept
-from weft.runtime.pushing import said
-from weft.runtime.serving import ParameterServer
+from weft.runtime.server.bundle_state import Kept
+from weft.runtime.server.client import Servers
+from weft.runtime.server.compressed_push import said
+from weft.runtime.server.service import ParameterServer
 from weft.strategy import Strategy
 from weft.topology._shards import Range
 from weft.transport.mesh import raw
@@ -31,7 +31,7 @@ FRAMES = 30
 
 @every
 def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "weft.runtime.serving")
+    caplog.set_level(logging.ERROR, "weft.runtime.server.service")
     part, key = nn.Parameter(torch.zeros(SPEC.shape)), Key.fresh()
     server = ParameterServer(
         ("127.0.0.1", 0),

@@ -26,7 +26,7 @@ from tests.process.faults import calls_of, kill_at_call
 from tests.process.harness import ChildError, spawn
 from tests.process.test_launch import WEFT, gone, scratch
 from tests.process.test_launch import weft as command
-from weft.runtime.folder import events
+from weft.runtime.record.run_folder import events
 from weft.store.checkpoint import Manifest, Policy, aside, contribute, found_in, newest, prune, publish, tidy, verify
 
 __all__ = ["scratch"]
@@ -334,7 +334,7 @@ def test_a_kill_at_any_system_call_leaves_the_old_one_or_the_new_one(tmp_path: P
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "weft", "weft.runtime.worker", "torch.distributed", "torch._dynamo"])
+    context.set_forkserver_preload(["torch", "weft", "weft.runtime.run", "torch.distributed", "torch._dynamo"])
 
     def begin(root: Path) -> Any:
         part = aside(root, 1, "token")

@@ -20,7 +20,7 @@ import weft
 from tests.process.harness import ChildError, spawn
 from tests.process.test_launch import WEFT, gone, scratch
 from tests.process.test_launch import weft as command
-from weft.runtime.folder import events
+from weft.runtime.record.run_folder import events
 
 __all__ = ["scratch"]
 

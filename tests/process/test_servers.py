@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PeerLost
 from weft.ops import Spec
-from weft.runtime.asking import Servers
-from weft.runtime.eager import Eager
-from weft.runtime.kept import Kept, hyper
-from weft.runtime.pushing import said
-from weft.runtime.server import keep
-from weft.runtime.serving import Loss, ParameterServer
-from weft.runtime.turns import Slots
-from weft.runtime.verbs import BEGIN, PUSH, Verb
+from weft.runtime.loop.logical_workers import Slots
+from weft.runtime.server.bundle_state import Kept, hyper
+from weft.runtime.server.client import Servers
+from weft.runtime.server.compressed_push import said
+from weft.runtime.server.prefetch import Eager
+from weft.runtime.server.process import keep
+from weft.runtime.server.protocol import BEGIN, PUSH, Verb
+from weft.runtime.server.service import Loss, ParameterServer
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles
 from weft.transport.mesh import raw
@@ -40,7 +40,7 @@ from weft.transport.messaging.frames import Head, Kind
 
 WAIT_S = 30.0
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "weft.runtime.serving", "weft.runtime.asking"])
+CONTEXT.set_forkserver_preload(["torch", "weft.runtime.server.service", "weft.runtime.server.client"])
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -447,7 +447,7 @@ def test_garbage_without_the_key_changes_no_model() -> None:
 
 
 def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "weft.runtime.serving")  # or a warning for each would be kept here
+    caplog.set_level(logging.ERROR, "weft.runtime.server.service")  # or a warning for each would be kept here
     rng, key = random.Random(6), Key.fresh()
     server = lonely(key)
     liar = Client(server.address, key, "liar")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import weft
 from tests.process.harness import spawn
 from weft import systems
-from weft.runtime.verbs import PULL, Verb
+from weft.runtime.server.protocol import PULL, Verb
 from weft.transport.messaging import Client
 
 STEPS = 6

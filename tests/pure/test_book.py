@@ -11,7 +11,7 @@ import pytest
 
 from weft.ops import Round, Spec, Sum
 from weft.profile import Cost, Seen
-from weft.runtime.book import Book
+from weft.runtime.engine.issue_order import Book
 from weft.schedule import Slot, Timetable
 from weft.schedule.priority import Priority
 

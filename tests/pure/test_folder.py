@@ -16,8 +16,8 @@ import pytest
 
 from weft.cli.train import _folder, _tidy
 from weft.errors import UserError
-from weft.runtime.folder import events, summary
-from weft.runtime.record import append_line, hold, write_json
+from weft.runtime.record.events import append_line, hold, write_json
+from weft.runtime.record.run_folder import events, summary
 from weft.strategy import Strategy
 
 

@@ -23,7 +23,7 @@ from weft.compression import Bucket, Compressor, Context, Piece, _coded
 from weft.compression.error_feedback import ErrorFeedback
 from weft.errors import PayloadError
 from weft.ops import All, Op, Payload, Scatter, Spec, Sum, nbytes
-from weft.runtime.pushing import heard, said
+from weft.runtime.server.compressed_push import heard, said
 from weft.transport import loopback
 from weft.transport.collective import pack, unpack
 from weft.transport.mesh import raw

@@ -190,7 +190,7 @@ def test_importing_does_nothing_else(tmp_path: Path) -> None:
         for file in FILES
         if file.name != "__main__.py" and (not file.name.startswith("cuda") or importlib.util.find_spec("triton"))
     ]
-    assert "weft.runtime.worker" in names
+    assert "weft.runtime.run" in names
     assert json.loads(python(WATCHED, json.dumps(names), folder=tmp_path)) == []
 
 

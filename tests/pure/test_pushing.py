@@ -13,7 +13,7 @@ from weft import kernels
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PayloadError
 from weft.ops import Spec
-from weft.runtime.pushing import heard, said
+from weft.runtime.server.compressed_push import heard, said
 from weft.strategy import Strategy
 from weft.transport.mesh import raw
 

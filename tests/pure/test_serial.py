@@ -12,7 +12,7 @@ OPENMP = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 THREADS = """
 import os, threading, torch
-from weft.runtime.serial import start_serial_thread
+from weft.threads import start_serial_thread
 
 def work():
     torch.rand(4096, 512).mul_(2).add_(1)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from weft.errors import LoopError, UserError
-from weft.runtime.saving import Saving, Share, check_finite
+from weft.runtime.checkpoint.state import Saving, Share, check_finite
 from weft.store import checkpoint, shards
 from weft.store.checkpoint import Manifest, Policy
 from weft.store.plain import plain, tensors_in, value

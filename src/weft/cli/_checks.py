@@ -21,8 +21,8 @@ from subprocess import PIPE
 import torch
 import torch.distributed as dist
 
-from weft.runtime.processes import die_with_parent
-from weft.runtime.world import World
+from weft.runtime.launch.process_groups import die_with_parent
+from weft.runtime.launch.world import World
 from weft.units import bytes_text
 
 _MEET_S = 20.0

@@ -21,10 +21,10 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
-from weft.lab.board import Board
 from weft.lab.compare import conduct
-from weft.lab.experiment import Contender
-from weft.lab.request import DEFAULTS, Request, contenders
+from weft.lab.rows import Board
+from weft.lab.spec import DEFAULTS, Request, contenders
+from weft.lab.trial import Contender
 from weft.profile import Profile
 from weft.strategy import Strategy
 from weft.units import bytes_text

@@ -16,7 +16,7 @@ import typer
 from weft.cli import app
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError, nearest
-from weft.runtime.folder import events, read_json
+from weft.runtime.record.run_folder import events, read_json
 
 Events = list[dict[str, Any]]
 

@@ -16,9 +16,9 @@ import typer
 
 from weft.cli import app
 from weft.errors import JobError, PeerLost, UserError
-from weft.runtime.desk import reach, take_seat
-from weft.runtime.launch import find_job
-from weft.runtime.processes import ended, signal_group
+from weft.runtime.launch.launcher import find_job
+from weft.runtime.launch.process_groups import ended, signal_group
+from weft.runtime.launch.rendezvous import reach, take_seat
 from weft.transport.messaging import Key, Stranger
 
 _REPLY_S = 60.0
@@ -51,7 +51,7 @@ def join(
     typer.echo(f"runs {shlex.join([str(script.absolute()), *seat.args])}")
     env = os.environ | seat.env | {"WEFT_DESK": address, "WEFT_KEY_FILE": str(key_file.absolute())}
     env |= {"WEFT_NETWORK": network, "WEFT_LAUNCHER": str(os.getpid())}
-    command = [sys.executable, "-m", "weft.runtime.child", str(script), *seat.args]
+    command = [sys.executable, "-m", "weft.runtime.launch.child", str(script), *seat.args]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while not ended(process):

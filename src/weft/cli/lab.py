@@ -13,7 +13,7 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, parse_links
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
-from weft.lab import wire
+from weft.lab import control_socket
 from weft.lab.cluster import Cluster
 from weft.units import Bandwidth
 
@@ -59,12 +59,12 @@ def exec(  # the command's name
     name: NameOption = "lab",
 ) -> None:
     """Run a command on a host of the cluster."""
-    with wire.connect(name) as end:
-        count = len(wire.ask(end, do="describe")["addresses"])
+    with control_socket.connect(name) as end:
+        count = len(control_socket.ask(end, do="describe")["addresses"])
     if not 0 <= host < count:
         raise UserError(f"there is no host {host}; hosts are numbered 0 to {count - 1}")
     words = command or [os.environ.get("SHELL", "/bin/sh")]
-    done = subprocess.run([sys.executable, "-m", "weft.lab.enter", name, str(host), "-", *words], check=False)
+    done = subprocess.run([sys.executable, "-m", "weft.lab.exec_on_host", name, str(host), "-", *words], check=False)
     raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 
@@ -75,19 +75,19 @@ def down(name: NameOption = "lab") -> None:
 
 
 def _addresses(name: str) -> list[str]:
-    with wire.connect(name) as end:
-        return list(wire.ask(end, do="describe")["addresses"])
+    with control_socket.connect(name) as end:
+        return list(control_socket.ask(end, do="describe")["addresses"])
 
 
 def _end(name: str) -> None:
     """Tell the keeper to leave, and wait until its socket is gone: with it went everything."""
-    with wire.connect(name) as end:
-        wire.send(end, {"do": "end"})
+    with control_socket.connect(name) as end:
+        control_socket.send(end, {"do": "end"})
         while end.recv(4096):
             pass
     for _ in range(500):
         try:
-            wire.connect(name).close()
+            control_socket.connect(name).close()
         except JobError:
             return
     raise JobError(f"the lab '{name}' does not end; its keeper hangs")

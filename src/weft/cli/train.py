@@ -21,12 +21,12 @@ from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_lin
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
 from weft.lab.cluster import Cluster
-from weft.lab.experiment import slow_seat
-from weft.lab.request import parse_slow
-from weft.runtime.choose import DEFAULT, winner
-from weft.runtime.folder import asynchrony, describe_launch, launched, summary
-from weft.runtime.launch import JobFailedError, Launch, LeftError, Seat, find_job, launch
-from weft.runtime.record import hold, writing
+from weft.lab.spec import parse_slow
+from weft.lab.trial import slow_seat
+from weft.runtime.launch.launcher import JobFailedError, Launch, LeftError, Seat, find_job, launch
+from weft.runtime.launch.strategy_source import DEFAULT, winner
+from weft.runtime.record.events import hold, writing
+from weft.runtime.record.run_folder import asynchrony, describe_launch, launched, summary
 from weft.store.checkpoint import Policy, found_in, newest, recover, verify
 from weft.strategy import Strategy
 from weft.units import bytes_text

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from weft.errors import JobError, UserError
-from weft.lab import wire
-from weft.runtime.launch import Seat
+from weft.lab import control_socket
+from weft.runtime.launch.launcher import Seat
 from weft.units import Bandwidth
 
 MOST_HOSTS = 64
@@ -103,7 +103,7 @@ class Cluster:
             raise NoLabError("emulated clusters need Linux; use --links loopback to run without shaped links")
         spec = {"name": self.name, "rates": [int(link.asked) for link in self.links], "detached": self.detached}
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "weft.lab.keeper", json.dumps(spec)],
+            [sys.executable, "-m", "weft.lab.cluster_process", json.dumps(spec)],
             stdin=subprocess.DEVNULL if self.detached else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if self.detached else None,
@@ -152,7 +152,7 @@ class Cluster:
         """What to put before a command so that it runs on a host."""
         cores = self.cores(host)
         cpus = ",".join(str(core) for core in cores) if cores else "-"
-        return (sys.executable, "-m", "weft.lab.enter", self.name, str(host), cpus)
+        return (sys.executable, "-m", "weft.lab.exec_on_host", self.name, str(host), cpus)
 
     def cores(self, host: int) -> list[int] | None:
         """The cores that a host has to itself; None where there are fewer cores than hosts, and all share all."""
@@ -180,8 +180,8 @@ class Cluster:
         self.ask("link", host=host, up=True)
 
     def ask(self, do: str, **request: Any) -> Any:
-        with wire.connect(self.name) as end:
-            return wire.ask(end, do=do, **request)
+        with control_socket.connect(self.name) as end:
+            return control_socket.ask(end, do=do, **request)
 
     # --- rates ------------------------------------------------------------------------------------------------------
 

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
-from weft.lab import experiment
 from weft.lab import peers as others
-from weft.lab.board import Board
+from weft.lab import trial
 from weft.lab.cluster import Cluster, Loopback, NoLabError
-from weft.lab.experiment import Contender, Sample, Site, Task
 from weft.lab.report import write_report
-from weft.lab.request import Request, contenders, parse_slow, spelled
+from weft.lab.rows import Board
+from weft.lab.spec import Request, contenders, parse_slow, spelled
+from weft.lab.trial import Contender, Sample, Site, Task
 from weft.profile import Profile
-from weft.runtime import folder as run_folder
-from weft.runtime.launch import JobFailedError, find_job
-from weft.runtime.record import write_json
+from weft.runtime.launch.launcher import JobFailedError, find_job
+from weft.runtime.record import run_folder
+from weft.runtime.record.events import write_json
 from weft.strategy import Strategy
 
 _ALONE = Contender(name="computing alone", peer="alone")
@@ -128,7 +128,7 @@ def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable
 
         board.running, board.event = contender.name, {}
         watch(board)
-        return experiment.run(task, site, contender, seed, out / name, on_event, **{"hosts": request.hosts} | more)
+        return trial.run(task, site, contender, seed, out / name, on_event, **{"hosts": request.hosts} | more)
 
     task = Task(job=request.job, args=request.args, steps=request.steps, target_loss=request.target_loss)
     profile_file = out / "profile.json"
@@ -218,8 +218,8 @@ def _tidy(out: Path, fresh: bool) -> None:
 def _result(request: Request, board: Board, out: Path, began: str) -> dict[str, Any]:
     finished = {name: samples[0] for name, samples in board.samples.items()}
     learns = request.compute == "real"
-    curves = {name: experiment.curve(sample) for name, sample in finished.items()} if learns else {}
-    timelines = {name: experiment.timeline(sample.folder) for name, sample in finished.items()}
+    curves = {name: trial.curve(sample) for name, sample in finished.items()} if learns else {}
+    timelines = {name: trial.timeline(sample.folder) for name, sample in finished.items()}
     every = [sample for samples in board.samples.values() for sample in samples]
     environment = run_folder.read_json(out / "one-host", "environment.json")
     machine = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weft.lab import namespaces
 
 if TYPE_CHECKING:
-    from weft.lab.keeper import Keeper
+    from weft.lab.cluster_process import Keeper
 
 _WARM_S = 0.15
 _CHUNK = 1 << 18
@@ -70,7 +70,7 @@ def _fork(act: Any) -> int:
 
 
 def _listen(keeper: Keeper, host: int, number: int) -> socket.socket:
-    from weft.lab.keeper import host_address
+    from weft.lab.cluster_process import host_address
 
     with keeper._back_home():
         keeper.enter_host(host, namespaces.NEWNET)
@@ -82,7 +82,7 @@ def _listen(keeper: Keeper, host: int, number: int) -> socket.socket:
 
 
 def _send(keeper: Keeper, source: int, to: int, number: int, ends: float) -> None:
-    from weft.lab.keeper import host_address
+    from weft.lab.cluster_process import host_address
 
     keeper.enter_host(source, namespaces.NEWNET)
     chunk = bytes(_CHUNK)

@@ -77,7 +77,7 @@ class Manifest:
     strategy: str
     seed: int
     job: dict[str, Any]
-    """What must be the same where the run goes on: see `runtime/saving.py`."""
+    """What must be the same where the run goes on: see `runtime/checkpoint/state.py`."""
     state: dict[str, Tree]
     files: dict[str, Seal]
 

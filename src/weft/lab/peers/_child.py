@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 from weft.lab import peers
-from weft.runtime import child, worker
+from weft.runtime import run
+from weft.runtime.launch import child
 
 
 def main() -> None:
-    worker.wrapper = peers.find(os.environ["WEFT_PEER"]).wrap
+    run.wrapper = peers.find(os.environ["WEFT_PEER"]).wrap
     child.main()
 
 

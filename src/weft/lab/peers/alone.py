@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from weft.lab.peers import Peer
 from weft.ops import Spec
-from weft.runtime.allocator import keep_memory
+from weft.runtime.launch.malloc import keep_memory
 
 
 class Alone(Peer):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
-from weft.runtime.allocator import keep_memory
+from weft.runtime.launch.malloc import keep_memory
 
 
 class DdpTuned(Peer):

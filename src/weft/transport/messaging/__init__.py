@@ -14,8 +14,8 @@ Read `meeting` for how strangers are kept out, `frames` for what is on the wire,
 
 from weft.transport.messaging.client import Client, Pending, Refused
 from weft.transport.messaging.frames import Kind
+from weft.transport.messaging.handshake import Stranger
 from weft.transport.messaging.keys import Key
-from weft.transport.messaging.meeting import Stranger
 from weft.transport.messaging.server import Request, Server
 
 __all__ = ["Client", "Key", "Kind", "Pending", "Refused", "Request", "Server", "Stranger"]

@@ -14,9 +14,9 @@ from dataclasses import replace
 from weft.errors import JobError, PeerLost
 from weft.transport.heartbeat import Pulse, peer_timeout_s, prepare
 from weft.transport.messaging.frames import FrameError, Head, Kind
+from weft.transport.messaging.handshake import Guest, SentAway, Stranger, call
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
-from weft.transport.messaging.meeting import Guest, SentAway, Stranger, call
 
 _PAUSE_S = 0.05
 _IN_VAIN = 20

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from weft.errors import PeerLost
 from weft.transport.heartbeat import Pulse, peer_timeout_s, prepare
 from weft.transport.messaging.frames import REQUESTS, FrameError, Head, Kind
+from weft.transport.messaging.handshake import PATIENCE_S, receive
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
-from weft.transport.messaging.meeting import PATIENCE_S, receive
 
 log = logging.getLogger("weft.messaging")
 

@@ -1,0 +1,46 @@
+"""Starts a command on an emulated host: `python -m weft.lab.exec_on_host LAB HOST CPUS COMMAND…`.
+
+Leaves with the command's own status, and takes the command with it when it is ended itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from weft.lab import namespaces
+from weft.lab.control_socket import ask_for_namespaces
+
+
+def main() -> None:
+    lab, host, cpus, *command = sys.argv[1:]
+    folder = os.getcwd()
+    for kind, fd in ask_for_namespaces(lab, int(host)):
+        namespaces.setns(fd, kind)
+        os.close(fd)
+    try:
+        os.chdir(folder)
+    except OSError:
+        os.chdir("/")
+    if cpus != "-":
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    child = os.fork()  # only children are in the lab's process namespace
+    if child == 0:
+        namespaces.die_with_parent()
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            sys.stderr.write(f"weft: {command[0]} cannot be run: {error.strerror}\n")
+            os._exit(127)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

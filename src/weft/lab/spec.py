@@ -1,0 +1,123 @@
+"""What to compare, and on what."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weft.errors import UserError
+from weft.lab import peers
+from weft.lab.trial import Contender
+from weft.profile import Profile
+from weft.runtime.launch.launcher import find_job
+from weft.runtime.pace import Slow
+from weft.strategy import Strategy
+
+DEFAULTS = (
+    "bsp / ring / sequential",
+    "bsp / ring",
+    "bsp / ring / cast",
+    "bsp / ring / error_feedback(topk(ratio=0.01))",
+)
+"""What is compared where nobody says what: nothing overlapped, overlapped, halved, made sparse."""
+
+Compute = Literal["real", "sleep"]
+Links = Literal["emulated", "loopback", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to compare, and on what."""
+
+    job: str
+    args: tuple[str, ...] = ()
+    contenders: tuple[Contender, ...]
+    hosts: int = 4
+    bandwidth: str = "1gbit"
+    links: Mapping[int, str] = field(default_factory=dict)
+    slow: tuple[str, ...] = ()
+    compute: Compute = "real"
+    profile: Profile | None = None
+    """For sleeping compute; None: measured first."""
+    steps: int = 30
+    seeds: int = 2
+    target_loss: float | None = None
+    network: Links = "emulated"
+    out: str | Path | None = None
+    command: str = ""
+
+    @property
+    def all_hosts(self) -> int:
+        """The workers' and, behind them, as many for servers as the contender has that wants most."""
+        homes = [home for contender in self.contenders for home in contender.homes(self.hosts)]
+        return max([self.hosts, *(home + 1 for home in homes)])
+
+    def checked(self) -> Request:
+        find_job(self.job)
+        names = [contender.name for contender in self.contenders]
+        if not names:
+            raise UserError("there is nothing to compare; name a strategy, a system or a peer")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"'{twice}' is named twice; name each contender once")
+        if self.hosts < 2:
+            raise UserError(f"--hosts is {self.hosts}, but comparing ways of distributing takes at least 2")
+        if self.steps < 2 or self.seeds < 1:
+            raise UserError("--steps must be at least 2 and --seeds at least 1")
+        if self.compute not in ("real", "sleep"):
+            raise UserError(f"--compute is '{self.compute}', but must be real or sleep")
+        if self.network not in ("emulated", "loopback", "auto"):
+            raise UserError(f"--links is '{self.network}', but must be emulated, loopback or auto")
+        parse_slow(self.slow, self.hosts)
+        for contender in self.contenders:
+            if contender.strategy is not None:
+                contender.strategy.check()
+        return self
+
+
+def parse_slow(items: Sequence[str], hosts: int) -> dict[int, Slow]:
+    """`3=4x`, `all=4x@10%`: what each host named is slowed down by."""
+    slow: dict[int, Slow] = {}
+    for item in items:
+        who, _, what = item.partition("=")
+        if who != "all" and not (who.isdigit() and int(who) < hosts):
+            raise UserError(
+                f"--slow {item} names no host; write HOST=4x with a host from 0 to {hosts - 1}, or all=4x@10%"
+            )
+        for host in range(hosts) if who == "all" else [int(who)]:
+            slow[host] = Slow.parse(what)
+    return slow
+
+
+def contenders(strategies: Sequence[str | Strategy | Mapping[str, str]], names: Sequence[str]) -> tuple[Contender, ...]:
+    found = []
+    for each in strategies:
+        if isinstance(each, Mapping):
+            found += [Contender(name=name, strategy=Strategy.parse(text)) for name, text in each.items()]
+        else:
+            strategy = Strategy.parse(each) if isinstance(each, str) else each
+            found.append(Contender(name=str(strategy), strategy=strategy))
+    for name in names:
+        peers.find(name)
+        found.append(Contender(name=name, peer=name))
+    return tuple(found)
+
+
+def spelled(request: Request) -> str:
+    """The command that would do the same."""
+    words = ["weft", "compare", request.job]
+    words += [str(contender.strategy) for contender in request.contenders if contender.strategy is not None]
+    named = ",".join(contender.peer for contender in request.contenders if contender.peer)
+    words += ["--peers", named] if named else []
+    words += ["--hosts", str(request.hosts), "--bandwidth", request.bandwidth]
+    for host, rate in request.links.items():
+        words += ["--link", f"{host}={rate}"]
+    for each in request.slow:
+        words += ["--slow", each]
+    words += ["--compute", request.compute, "--steps", str(request.steps), "--seeds", str(request.seeds)]
+    words += ["--target-loss", str(request.target_loss)] if request.target_loss is not None else []
+    words += ["--links", request.network] if request.network != "emulated" else []
+    return shlex.join([*words, *(["--", *request.args] if request.args else [])])

@@ -1,0 +1,1 @@
+"""Exchanges of gradient buckets beside backward."""

@@ -1,0 +1,124 @@
+"""What a loop has asked for and not got yet: means that are on their way, a step that is taken as they arrive.
+
+Before `step`, whoever touches a parameter or its gradient waits for all means. After it, whoever touches a parameter
+waits for its bucket's mean, and the bucket's parameters are updated there and then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from weft.runtime.engine.engine import Engine
+from weft.runtime.engine.lazy_parameter import Late, arrive, delay
+from weft.runtime.record.events import Watch
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[Sequence[Tensor]], None]
+
+
+class Deferred:
+    """The deferred part of one step: `begin`, `step`, perhaps `clear`; over with `flush` at the latest."""
+
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine, self.watch = engine, watch
+        self.under_way = self.clearing = self._said = False
+        self._step: Step | None = None
+
+    def begin(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Backward returns, and the means of these buckets' parameters are on their way."""
+        self.under_way = True
+        self.buckets = buckets
+        self.bucket_of = {id(param): b for b, params in enumerate(buckets) for param in params}
+        for params in buckets:
+            for param in params:
+                delay(param, self._touched)
+
+    @property
+    def stepping(self) -> bool:
+        return self._step is not None
+
+    def step(self, step: Step) -> None:
+        """Take this step for each bucket's parameters, when their mean is there and somebody needs them."""
+        self._step = step
+        self.awaited = set(range(len(self.buckets)))
+
+    def clear(self) -> None:
+        """zero_grad() after step(): each gradient goes when its parameter has been updated."""
+        self.clearing = True
+        for params in self.buckets:
+            for param in params:
+                if type(param) is not Late:
+                    param.grad = None
+
+    def flush(self) -> None:
+        """Wait for everything."""
+        if not self.under_way:
+            return
+        if self.stepping:
+            for bucket in sorted(self.awaited, reverse=True):  # in the order of forward
+                self._await(bucket)
+        self.engine.finish()
+        for params in self.buckets:
+            for param in params:
+                arrive(param)
+        stepped = self.stepping
+        self.under_way = self.clearing = False
+        self._step = None
+        if stepped:
+            self.engine.guard.check()
+        else:
+            self.engine.guard.mark()
+
+    def _touched(self, param: Late) -> None:
+        if self.stepping:
+            self._await(self.bucket_of[id(param)])
+            return
+        if not self._said:
+            log.warning(
+                "something looks at gradients or parameters between backward and step, so all means are waited for "
+                "there: right, but the next forward does not start early"
+            )
+            self._said = True
+        self.flush()
+
+    def _await(self, bucket: int) -> None:
+        """Update a bucket's parameters, and with them all others whose means are there: one call costs less than many.
+
+        While the bucket itself is still to come, the others are updated first. On a GPU a mean that is "there" may
+        still have to be waited for in the stream, so only the bucket that was asked for is updated.
+        """
+        together = self.engine.stream is None
+        if together and not self.engine.arrived[bucket].is_set():
+            self._update(self._arrived())
+        began = self.engine.clock.stamp()
+        if self.engine.wait(bucket):
+            self.watch.held_up(began)
+        self._update(self._arrived() if together else [bucket])
+
+    def _arrived(self) -> list[int]:
+        """Buckets whose means are there, and whose parameters are not updated yet."""
+        return [bucket for bucket in self.awaited if self.engine.arrived[bucket].is_set()]
+
+    def _update(self, buckets: Sequence[int]) -> None:
+        """Take the step for buckets whose means have arrived."""
+        if not buckets:
+            return
+        assert self._step is not None
+        if not all(self.engine.fine[bucket] for bucket in buckets):
+            self.engine.finish()
+            self.engine.guard.check()
+        self.engine.guard.shield([self.engine.memory[-1].contents(bucket) for bucket in buckets])
+        self.awaited.difference_update(buckets)
+        params = [param for bucket in sorted(buckets) for param in self.buckets[bucket]]
+        for param in params:
+            arrive(param)
+        began = self.engine.clock.stamp()
+        self._step(params)
+        self.watch.updated(began)
+        if self.clearing:
+            for param in params:
+                param.grad = None

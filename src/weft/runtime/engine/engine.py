@@ -1,0 +1,241 @@
+"""The engine drives exchanges beside backward, and beside the next forward: one thread, one order on every rank.
+
+Hooks say when a bucket's gradients are complete. The thread lets each bucket's exchange run up to its next collective,
+cuts that into the parts that the timetable says, and issues them in the timetable's order. What comes back is put
+together, the exchange goes on, and when it is over the mean is in place.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from weft.compression import Context, State
+from weft.errors import LoopError
+from weft.ops import Round, Spec
+from weft.profile import Seen
+from weft.runtime.checks.step_status import Guard
+from weft.runtime.engine.buckets import Memory
+from weft.runtime.engine.issue_order import Book
+from weft.runtime.record.clock import Clock, Spans, Stamp
+from weft.schedule import Slot, Timetable
+from weft.strategy import Strategy
+from weft.threads import start_serial_thread
+from weft.transport.collective import Processes, Wire, Works, cut, joined
+
+
+class Engine:
+    """Exchanges the buckets of one step at a time: `begin`, `ready` for each bucket, then `wait` for one after another,
+    and `finish`."""
+
+    def __init__(self, strategy: Strategy, transport: Processes, device: torch.device, seed: int) -> None:
+        self.compression, self.schedule = strategy.compression, strategy.schedule
+        self.transport, self.device, self.seed = transport, device, seed
+        self.clock = Clock(device)
+        self.states: list[State] = [{} for _ in transport.layout.carried()]
+        self.rooms: dict[Any, torch.Tensor] = {}
+        self.momentum = 0.0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.timetable = Timetable((), ())
+        self.spans = Spans()
+        self.guard = Guard((), (), lossless=True)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._under_way = False
+        self._error: BaseException | None = None
+        self._thread = start_serial_thread(self._run, "weft-engine")
+
+    def plan(self, specs: Sequence[Spec], seen: Seen | None = None) -> Timetable:
+        """The timetable for parameters in the order in which backward finishes them."""
+        self.rooms = {}
+        return self.schedule.timetable(specs, self.rounds, seen)
+
+    def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
+        """What a bucket of these parameters exchanges."""
+        return self.compression.rounds([spec.real() for spec in specs], self.transport.layout.workers)
+
+    # --- for the loop -----------------------------------------------------------------------------------------------
+
+    def begin(self, memory: Sequence[Memory], step: int) -> None:
+        """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
+        if self._under_way or self._error:
+            raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
+        self.guard.begin(step)
+        self._under_way = True
+        self.memory = memory
+        count = len(self.timetable.buckets)
+        self.marks: list[Any] = [None] * count
+        self.arrived = [threading.Event() for _ in range(count)]
+        self.through: list[Any] = [None] * count
+        self.fine = [True] * count
+        """Whether a bucket's mean is finite, as far as that has to be known before it is used."""
+        self.issued = threading.Event()
+        self.spans = Spans()
+        self._events.put(lambda: self._begin(step))
+
+    def ready(self, bucket: int) -> None:
+        """All carried workers' gradients of this bucket are in place."""
+        if self.stream is not None:
+            self.marks[bucket] = torch.cuda.current_stream(self.device).record_event()
+        self._events.put(lambda: self._opened(bucket))
+
+    def wait(self, bucket: int) -> bool:
+        """Until a bucket's mean is in place. Returns whether that was still to come."""
+        late = not self.arrived[bucket].is_set()
+        self.arrived[bucket].wait()
+        if self._error is not None:
+            raise self._error
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.through[bucket])
+        return late
+
+    def finish(self) -> None:
+        """Until every mean is in place."""
+        for bucket in range(len(self.arrived)):
+            self.wait(bucket)
+        self._under_way = False
+        self.guard.judge(self._telling.heard())
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Everyone gets process 0's values. Where the library carries them, they queue behind this step's exchange."""
+        if tensors and self._under_way and self.transport.mesh is None:
+            self.issued.wait()
+        self.transport.spread(tensors)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that wait for an update do not wait for this thread
+            while True:
+                act = self._events.get()
+                try:
+                    if self._error is None:
+                        with self._on_stream():
+                            act()
+                            self._issue()
+                except BaseException as error:
+                    self._error = error
+                    for event in (*self.arrived, self.issued):
+                        event.set()
+
+    def _begin(self, step: int) -> None:
+        self._book = Book(self.timetable)
+        self._passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
+        self._closed = len(self._passages)
+
+    def _opened(self, bucket: int) -> None:
+        if self.stream is not None:
+            self.stream.wait_event(self.marks[bucket])
+        self._passages[bucket].start()
+        self._book.opened(bucket)
+        self._closed -= 1
+        if self._closed == 0:
+            self._telling = self.transport.tell_later(self.guard.words)
+
+    def _issue(self) -> None:
+        """Everything whose turn it is."""
+        while (slot := self._book.next()) is not None:
+            self._passages[slot.bucket].issue(slot)
+        if self._book.empty:
+            self.issued.set()
+
+    def part_done(self, slot: Slot) -> None:
+        """A part is back; after a round's last part the exchange goes on, after the last round it is over."""
+        if self._book.done(slot):
+            self._passages[slot.bucket].go_on()
+            if self._book.over(slot.bucket):
+                self._look_at(slot.bucket)
+                if self.stream is not None:
+                    self.through[slot.bucket] = self.stream.record_event()
+                self.arrived[slot.bucket].set()
+
+    def _look_at(self, bucket: int) -> None:
+        """A mean is there. One that is not finite goes no further, nor does what it left in a compressor's memory."""
+        mean = self.memory[-1].buckets[bucket]
+        assert mean is not None
+        self.fine[bucket] = self.guard.arrived(self.memory[-1].members[bucket], mean)
+        if self.fine[bucket] is False:
+            kept = [state.get(spec.name, {}) for state in self.states for spec in self.timetable.buckets[bucket]]
+            for tensor in (tensor for memory in kept for tensor in memory.values()):
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def again(self, act: Callable[[], None]) -> None:
+        """Go on with something in this thread, from whichever thread its waiting ended in."""
+        self._events.put(act)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+
+class _Passage:
+    """One bucket on its way: its flows, one for each carried worker, and the collective that they are at."""
+
+    def __init__(self, engine: Engine, bucket: int, step: int) -> None:
+        self.engine, self.bucket, self.step = engine, bucket, step
+        self.ops: list[Any] = []
+        self.results: list[Any] = []
+
+    def start(self) -> None:
+        """The gradients are there: run up to the first collective."""
+        engine, layout = self.engine, self.engine.transport.layout
+        begun = engine.clock.stamp()
+        self.flows = []
+        for rank, memory, state in zip(layout.carried(), engine.memory, engine.states, strict=True):
+            memory.fill(self.bucket)
+            mine = memory.handed(self.bucket)
+            members = memory.members[self.bucket]
+            engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
+            ctx = Context(
+                step=self.step,
+                rank=rank,
+                workers=layout.workers,
+                seed=engine.seed,
+                momentum=engine.momentum,
+                rooms=engine.rooms,
+            )
+            self.flows.append(engine.compression.exchange(mine.real(), state, ctx))
+        self._resume([None] * len(self.flows))
+        engine.spans.encode.append((begun, engine.clock.stamp()))
+
+    def issue(self, slot: Slot) -> None:
+        """Put one part of the present collective on the wire."""
+        if not self.results:
+            self.results = [None] * slot.parts
+        wire = self.engine.transport.perform(cut(self.ops, slot.part, slot.parts), self.bucket << 20 | slot.part)
+        self._advance(slot, wire, self.engine.clock.stamp())
+
+    def _advance(self, slot: Slot, wire: Wire, issued: Stamp) -> None:
+        engine = self.engine
+        try:
+            under_way = next(wire)
+            while under_way.at_once:
+                under_way.wait()
+                under_way = next(wire)
+        except StopIteration as stop:
+            self.results[slot.part] = stop.value
+            engine.spans.wire.append((self.bucket, issued, engine.clock.stamp()))
+            engine.part_done(slot)
+        else:
+            under_way.then(lambda: engine.again(lambda: self._back(under_way, slot, wire, issued)))
+
+    def _back(self, under_way: Works, slot: Slot, wire: Wire, issued: Stamp) -> None:
+        under_way.wait()
+        self._advance(slot, wire, issued)
+
+    def go_on(self) -> None:
+        """All parts of a collective are back."""
+        begun = self.engine.clock.stamp()
+        self._resume(joined(self.ops, self.results))
+        self.engine.spans.decode.append((begun, self.engine.clock.stamp()))
+
+    def _resume(self, results: list[Any]) -> None:
+        self.ops, self.results = [], []
+        for flow, state, result in zip(self.flows, self.engine.states, results, strict=True):
+            try:
+                self.ops.append(flow.send(result))
+            except StopIteration as stop:
+                state.update(stop.value)

@@ -1,0 +1,88 @@
+"""One process of a launched run: runs the job as a script, and leaves word if that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from weft.errors import JobError, UserError
+from weft.runtime.launch.process_groups import LEFT, die_with_parent, end_group_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    end_group_with_parent()
+    from weft.runtime import run  # imports torch, which takes seconds
+
+    _show_log()
+    job = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(job).absolute().parent)
+    status = 1
+    try:
+        runpy.run_path(job, run_name="__main__")
+        if not run.joined:
+            raise JobError(
+                f"{Path(job).name} ended without calling weft.init(), so each process worked alone; see `weft --help`"
+            )
+        run.close()
+        return
+    except SystemExit as leaving:
+        if leaving.code is None or leaving.code == 0:
+            run.close()
+            return
+        status = leaving.code if isinstance(leaving.code, int) else 1
+        if status == LEFT:  # the run was saved, and everyone leaves
+            run.close(well=False)
+            sys.exit(LEFT)
+        _leave_word("SystemExit", f"the job left with status {leaving.code}", "", user=status == 2)
+    except UserError as error:
+        status = 2
+        _leave_word(type(error).__name__, str(error), "", user=True)
+    except BaseException as error:
+        _leave_word(type(error).__name__, str(error), _own_traceback(error), user=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # peers may be gone: no goodbyes
+
+
+def _show_log() -> None:
+    """Everything from process 0. The others would say the same again, but for what becomes of their part of a save."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("weft").setLevel(logging.INFO)
+    else:
+        logging.getLogger("weft").setLevel(logging.ERROR)
+        logging.getLogger("weft.runtime.checkpoint.state").setLevel(logging.WARNING)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the job's first line on, without the frames that started it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _leave_word(kind: str, message: str, trace: str, *, user: bool) -> None:
+    folder = os.environ.get("WEFT_WORD")
+    if folder is None:
+        sys.stderr.write(trace or message + "\n")
+        return
+    word = {"kind": kind, "message": message, "traceback": trace, "user": user, "time": time.time()}
+    part = Path(folder) / f"{os.environ['RANK']}.part"
+    try:
+        part.write_text(json.dumps(word), encoding="utf-8")
+        part.rename(part.with_suffix(".json"))
+    except OSError:
+        sys.stderr.write(trace or message + "\n")
+
+
+if __name__ == "__main__":
+    main()

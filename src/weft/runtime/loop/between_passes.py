@@ -1,0 +1,123 @@
+"""Between the turns of several workers that one process carries, the loop's own code must change nothing.
+
+A process that carries n workers runs the body of the loop n times for each step, and only the last pass has the step's
+gradients and takes the step. Code that reads or changes parameters, gradients, hyper-parameters or the optimizer's
+state in the passes before would act n times for each step, or on a gradient that is not there. It is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.errors import LoopError
+from weft.runtime.engine.lazy_parameter import arrive, delay
+
+_WHY = "this process carries several workers, and the loop's body runs once for each of them"
+
+
+class Carried:
+    """Watches a model and its optimizer from the end of a worker's backward to the next worker's batch."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        self.model, self.optimizer, self.params = model, optimizer, params
+        self.between = False
+        """Whether a worker's turn is over, and the next has no batch yet."""
+        self._counters = _counters(model)
+        model.register_forward_pre_hook(lambda *_: self._show())
+        model.register_forward_hook(lambda *_: self.hide(), always_call=True)
+        zero_grad = model.zero_grad
+
+        def weft_zero_grad(_: nn.Module, set_to_none: bool = True) -> None:
+            if not self.between:
+                zero_grad(set_to_none)
+
+        model.zero_grad = MethodType(weft_zero_grad, model)  # type: ignore[method-assign]
+
+    def turn_ended(self) -> None:
+        """A worker's backward is over, and it was not the last one of this process."""
+        self._check_counters()
+        self._before = _snapshot(self.optimizer)
+        self.between = True
+        self.hide()
+
+    def next_turn(self) -> None:
+        """The next worker has its batch, or the step is about to be taken."""
+        if not self.between:
+            return
+        self._show()
+        self.between = False
+        if _snapshot(self.optimizer) != self._before:
+            raise LoopError(
+                f"hyper-parameters or the optimizer's state were changed between two workers' turns: {_WHY}; use a "
+                "scheduler and pass it to run.distribute(), or start a process for each worker"
+            )
+
+    def hide(self) -> None:
+        """Refuse every use of a parameter while no worker has a batch."""
+        if self.between:
+            for param in self.params:
+                delay(param, self._touched)
+
+    def _show(self) -> None:
+        if self.between:
+            for param in self.params:
+                arrive(param)
+
+    def _touched(self, param: Tensor) -> None:
+        if _clipping():
+            arrive(param)
+            return
+        raise LoopError(
+            f"a parameter or its gradient was used between two workers' turns: {_WHY}; put all but the last backward "
+            "into `with run.accumulate():`, clip with run.clip(), pass averages of the weights, scalers and further "
+            "optimizers to run.distribute(), or start a process for each worker"
+        )
+
+    def _check_counters(self) -> None:
+        """A module that counts its calls would count all workers' calls."""
+        now = _counters(self.model)
+        changed = next((name for name, value in self._counters.items() if now.get(name) != value), None)
+        if changed is not None:
+            raise LoopError(
+                f"forward changes the number {changed}: {_WHY}, so that it would count all of them; keep the number in "
+                "a buffer, or start a process for each worker"
+            )
+
+
+def _counters(model: nn.Module) -> dict[str, int]:
+    """Whole numbers that modules keep as attributes."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int
+    }
+
+
+def _clipping() -> bool:
+    """Whether `torch.nn.utils.clip_grad_norm_` asks: it finds no gradient, and so does nothing, which is right."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _snapshot(optimizer: Optimizer) -> list[Any]:
+    """What decides about the next step beside gradients; tensors by identity and version."""
+    groups = [{k: _mark(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = [(id(p), {k: _mark(v) for k, v in kept.items()}) for p, kept in optimizer.state.items()]
+    return [groups, state]
+
+
+def _mark(value: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (id(value), value._version) if isinstance(value, Tensor) else value

@@ -1,0 +1,406 @@
+"""Batches, dealt to the logical workers in turn: batch t·n + r of the user's loader is worker r's at step t.
+
+The batches of one step, joined, are what one process with an n times larger batch would take. Where they differ in
+size, or run out for some workers, each gradient is weighted by its batch's share; a worker without a batch computes
+on another's with share 0, so that every loop runs the same number of times and nobody waits for a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeGuard
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from weft.errors import LoopError, UserError
+from weft.runtime.loop import batch_fingerprint as fingerprint
+from weft.runtime.loop.data_position import Draws, Epoch, Reading
+from weft.runtime.loop.logical_workers import Share, Turns, stream_seed
+from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
+from weft.transport.collective import Processes
+
+Dealt = tuple[Any, Share, int, int]
+"""A batch, its share of the step's joined batch, how many samples it has, and its step's fingerprint."""
+Group = tuple[list[Any], int]
+"""The batches of one step, or their indices, and a fingerprint: the same number in every process."""
+
+_AHEAD = 64
+"""Steps whose indices are read from a sampler at once."""
+_STATELESS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealer:
+    """What dealing needs to know of the run."""
+
+    workers: int
+    turns: Turns
+    transport: Processes
+    reading: Reading
+    seed: int
+
+    def feeds(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> list[Iterator[Dealt]]:
+        """One stream of batches for each carried worker: what an epoch has not consumed yet."""
+        ranks = self.turns.ranks
+        if own:
+            if len(ranks) > 1:
+                raise UserError(
+                    "own=True gives each process its own data, but this one carries several workers; use one each"
+                )
+            if epoch.consumed and self.reading.resized:
+                raise UserError(
+                    "own=True gives each worker its own data, and the checkpoint has another number of workers; resume "
+                    "with as many"
+                )
+            return [self._own(loader, epoch)]
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            raise UserError(
+                "the loader already has a DistributedSampler; give run.shard() a plain loader, or say own=True"
+            )
+        if _has_indices(loader):
+            return self._indexed(loader, epoch)
+        copies = itertools.tee(self._groups(loader, epoch), len(ranks))
+        return [_picked(groups, rank, self.workers) for groups, rank in zip(copies, ranks, strict=True)]
+
+    def _order(self, epoch: Epoch) -> int:
+        """A seed for the order of an epoch: the same for all workers, another when steps have been taken."""
+        order = stream_seed(self.seed, -1 - epoch.began)
+        return stream_seed(order, epoch.beside) if epoch.beside else order
+
+    def _indexed(self, loader: DataLoader[Any], epoch: Epoch) -> list[Iterator[Dealt]]:
+        """A map-style loader: deal its sampler's batches, so that each worker loads only its own."""
+        ranks, order, first = self.turns.ranks, self._order(epoch), epoch.consumed
+        copies = itertools.tee(self._indices(loader, epoch), 2 * len(ranks))
+        return [
+            self._loaded(loader, copies[2 * at], copies[2 * at + 1], rank, order, first + rank)
+            for at, rank in enumerate(ranks)
+        ]
+
+    def _indices(self, loader: DataLoader[Any], epoch: Epoch) -> Iterator[Group]:
+        """The groups of an epoch, as indices; an endless sampler is read as it is needed."""
+        assert loader.batch_sampler is not None
+        draws = Draws(self._order(epoch))
+        with draws.lent():
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself would
+            source = iter(loader.batch_sampler)
+            _skip(source, epoch.consumed)
+        mark = self._marked(loader.batch_sampler, lambda group, _: sum(map(fingerprint.of_indices, group)))
+        return self._grouped(map(list, source), loader, mark, draws, _AHEAD)
+
+    def _loaded(
+        self,
+        loader: DataLoader[Any],
+        ahead: Iterator[Group],
+        groups: Iterator[Group],
+        rank: int,
+        order: int,
+        first: int,
+    ) -> Iterator[Dealt]:
+        mine: Iterator[Any] = (group[rank] if rank < len(group) else group[0] for group, _ in ahead)
+        dataset, prepare = loader.dataset, loader.worker_init_fn
+        if loader.num_workers:
+            mine = ([stream_seed(order, first + at * self.workers), *batch] for at, batch in enumerate(mine))
+            dataset, prepare = Seeded(dataset), Unwrapped(prepare)
+        draws = torch.Generator().manual_seed(stream_seed(order, rank))
+        same: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+        same |= {"pin_memory": loader.pin_memory}
+        same |= {"timeout": loader.timeout, "worker_init_fn": prepare, "generator": draws}
+        same |= {"multiprocessing_context": loader.multiprocessing_context, "prefetch_factor": loader.prefetch_factor}
+        for batch, (group, mark) in zip(DataLoader(dataset, batch_sampler=mine, **same), groups, strict=False):
+            yield batch, *share_of([len(indices) for indices in group], rank, self.workers), mark
+
+    def _groups(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Group]:
+        """Any other loader: every process goes through all of it, with the same random numbers."""
+        draws = Draws(self._order(epoch)) if type(loader) not in (list, tuple) else None
+        with draws.lent() if draws else contextlib.nullcontext():
+            source = iter(loader)
+            _skip(source, epoch.consumed)
+        mark = self._marked(loader, lambda group, first: fingerprint.of_batch(group) if first else 0)
+        return self._grouped(source, loader, mark, draws, 1)
+
+    def _grouped(
+        self, source: Iterator[Any], loader: Any, mark: Callable[[list[Any]], int], draws: Draws | None, ahead: int
+    ) -> Iterator[Group]:
+        """So many groups at once; with drop_last, a step for which not every worker has a batch is dropped."""
+        whole = isinstance(loader, DataLoader) and loader.drop_last
+        while True:
+            with draws.lent() if draws else contextlib.nullcontext():
+                batches = list(itertools.islice(source, ahead * self.workers))
+            for at in range(0, len(batches), self.workers):
+                group = batches[at : at + self.workers]
+                if len(group) == self.workers or not whole:
+                    yield group, mark(group)
+            if len(batches) < ahead * self.workers:
+                return
+
+    def _marked(self, loader: Any, mark: Callable[[list[Any], bool], int]) -> Callable[[list[Any]], int]:
+        """Fingerprints of groups, where there is another process to compare them with; the first tells the length."""
+        if self.transport.layout.processes == 1:
+            return lambda group: 0
+        length = _length(loader) or 0
+        firsts = itertools.chain([True], itertools.repeat(False))
+
+        def marked(group: list[Any]) -> int:
+            first = next(firsts)
+            return mark(group, first) + (length if first else 0)
+
+        return marked
+
+    def pass_by(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> None:
+        """An earlier part of the run has been through an epoch; a sampler that counts its epochs counts this one."""
+        if own or not _has_indices(loader) or type(loader.sampler) in _STATELESS:
+            return
+        groups = self._indices(loader, replace(epoch, consumed=0))
+        steps = -(-epoch.consumed // self.workers)
+        deque(groups if _length(loader) is not None else itertools.islice(groups, steps), maxlen=0)
+
+    def counted(self, feeds: list[Iterator[Dealt]], count: Count) -> list[Dealt]:
+        """The next batch of each carried worker, with a share that is known when all workers have told their counts."""
+        row: list[Dealt] = []
+        for turn, feed in enumerate(feeds):
+            with self.turns.stream_of(turn):
+                row += itertools.islice(feed, 1)
+        if not row:
+            return []
+        counts = [counted(count, batch) if n else 0.0 for batch, _, n, _ in row]
+        shares = Shares(self.transport, counts)
+        return [
+            (batch, functools.partial(shares.of, rank), math.ceil(mine), mark)
+            for (batch, _, _, mark), rank, mine in zip(row, self.turns.ranks, counts, strict=True)
+        ]
+
+    def _own(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Dealt]:
+        """Each process brings its own batches; their numbers and sizes are exchanged here, once an epoch."""
+        try:
+            count = len(loader)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError("run.shard(own=True) needs a loader with a length; wrap it so that len() works") from None
+        counts = [row[0] for row in self.transport.tell([count])]
+        if min(counts) == 0:
+            raise UserError(f"worker {counts.index(0)} has no batch at all; give every worker some data")
+        source = iter(loader)
+        first = next(source)
+        mine, sure = _sizes(loader, count, first)
+        rows = self.transport.tell([*mine, *[0] * (max(counts) - count)])
+        done = epoch.consumed // self.workers
+        before = [first, *_skip(source, done - 1)][-1] if done else None
+        rest = source if done else itertools.chain([first], source)
+        return self._owned(rest, before, rows, mine if not sure else None, done)
+
+    def _owned(
+        self, source: Iterator[Any], batch: Any, rows: list[list[int]], guessed: list[int] | None, done: int
+    ) -> Iterator[Dealt]:
+        """Batches from number `done` on; one that has run out goes on with its last, which counts for nothing."""
+        for at in range(done, len(rows[0])):
+            batch = next(source, batch)
+            if guessed and at < len(guessed) and samples(batch) != guessed[at]:
+                raise LoopError(
+                    f"batch {at} has {samples(batch)} samples, but the first had {guessed[at]}; give run.shard() "
+                    "a DataLoader or a list, whose sizes are known ahead"
+                )
+            yield batch, *share_of([row[at] for row in rows], self.turns.ranks[0], self.workers), 0
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader's batches are those of its sampler. One that iterates in its own way is read as it is."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind = type(loader)
+    plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    return plain and loader.batch_sampler is not None
+
+
+def _sizes(loader: Iterable[Any], count: int, first: Any) -> tuple[list[int], bool]:
+    """How many samples each batch will have, and whether that is sure; a guess is: as many as the first."""
+    if isinstance(loader, Sequence):
+        return [samples(batch) for batch in loader], True
+    size = getattr(loader, "batch_size", None)
+    sampler: Any = getattr(loader, "sampler", None)
+    if not size or not hasattr(sampler, "__len__"):
+        return [samples(first)] * count, False
+    return [size] * (count - 1) + [min(size, len(sampler) - (count - 1) * size)], True
+
+
+def _picked(groups: Iterator[Group], rank: int, workers: int) -> Iterator[Dealt]:
+    for group, mark in groups:
+        sizes = [samples(batch) for batch in group]
+        yield group[rank] if rank < len(group) else group[0], *share_of(sizes, rank, workers), mark
+
+
+def samples(batch: Any) -> int:
+    """How many samples a batch has: the first dimension of its first tensor; 1 where there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    parts: Iterable[Any] = (
+        batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    )
+    for part in parts:
+        return samples(part)
+    return 1
+
+
+def _skip(source: Iterator[Any], count: int) -> list[Any]:
+    """Go past so many; returns the last of them, if there is one."""
+    return list(deque(itertools.islice(source, max(0, count)), maxlen=1))
+
+
+class Seeded(Dataset[Any]):
+    """A dataset in a loader's own process: each batch begins with a seed, so its random numbers are its own.
+
+    They depend neither on which process loads the batch nor on what was loaded before it.
+    """
+
+    def __init__(self, inner: Dataset[Any]) -> None:
+        self.inner = inner
+
+    def __getitems__(self, batch: list[Any]) -> list[Any]:
+        seed, *indices = batch
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        whole = getattr(self.inner, "__getitems__", None)
+        return list(whole(indices)) if whole else [self.inner[index] for index in indices]
+
+
+class Unwrapped:
+    """A loader's process sees the user's own dataset."""
+
+    def __init__(self, prepare: Callable[[int], None] | None) -> None:
+        self.prepare = prepare
+
+    def __call__(self, number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", info.dataset.inner)  # type: ignore[attr-defined]
+        if self.prepare is not None:
+            self.prepare(number)
+
+
+class Shard:
+    """What `run.shard(loader)` gives: iterate it once per epoch, as the loader itself."""
+
+    def __init__(
+        self,
+        dealer: Dealer,
+        loader: Iterable[Any],
+        epochs: int | None,
+        own: bool,
+        between: Between,
+        count: Count | None = None,
+    ) -> None:
+        self.dealer, self.loader, self.epochs, self.own, self.between = dealer, loader, epochs, own, between
+        self.count = count
+
+    def __len__(self) -> int:
+        batches, workers = len(self.loader), self.dealer.workers  # type: ignore[arg-type]
+        if self.own:
+            return batches
+        whole = isinstance(self.loader, DataLoader) and self.loader.drop_last
+        return batches // workers if whole else -(-batches // workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        dealer = self.dealer
+        reading, turns = dealer.reading, dealer.turns
+        if self.count is not None and turns.sums:
+            raise UserError(
+                'samples= weighs a mean, and reduction="sum" adds gradients up undivided; leave one of them out'
+            )
+        for _ in itertools.count() if self.epochs is None else range(self.epochs):
+            epoch = reading.begin(turns.step, self.loader)
+            if epoch.over:
+                dealer.pass_by(self.loader, self.own, epoch)
+                reading.skipped()
+                continue
+            with reading.entering(epoch, self.loader):
+                feeds = dealer.feeds(self.loader, self.own, epoch)
+            exchanges = turns.exchanges
+            try:
+                yield from self._one(feeds, epoch)
+            except GeneratorExit:  # the loop has left it
+                turns.passed(id(epoch))
+                reading.end(epoch, turns.step)
+                raise
+            turns.passed(id(epoch))
+            if turns.exchanges > exchanges:
+                self.between.passed()
+            if self.between.enough():
+                return
+            if not epoch.consumed + epoch.out:
+                raise LoopError("the loader gave no batch; a smaller batch size or drop_last=False may help")
+            reading.end(epoch, turns.step)
+
+    def _one(self, feeds: list[Iterator[Dealt]], epoch: Epoch) -> Iterator[Any]:
+        turns = self.dealer.turns
+        if turns.count > 1 and turns.within:
+            raise LoopError(
+                "the last epoch ended inside accumulate(), and of the several workers that this process carries only "
+                "the first had got there; let an epoch hold whole steps, or give each worker a process"
+            )
+        ahead: deque[Dealt] = deque()
+        while not (self.between.enough() and turns.turn == 0):
+            self.between.resumed(epoch)
+            got = next(feeds[turns.turn], None) if self.count is None else self._counted(feeds, self.count, ahead)
+            if got is None:
+                return
+            batch, share, count, fingerprint = got
+            turns.deal(share, count, id(epoch), fingerprint)
+            if turns.turn == 0:
+                epoch.deal(self.dealer.workers, turns.step)
+            before = turns.step
+            yield batch
+            if turns.step > before:
+                self.between.stepped(epoch)
+
+    def _counted(self, feeds: list[Iterator[Dealt]], count: Count, ahead: deque[Dealt]) -> Dealt | None:
+        """The next batch of the worker whose turn it is; those of all carried workers are counted together."""
+        if self.dealer.turns.turn == 0:
+            if ahead:
+                raise LoopError(
+                    "a batch was passed over, and with samples= the workers that this process carries count the "
+                    "batches of a step together; use every batch, or give each worker a process"
+                )
+            ahead.extend(self.dealer.counted(feeds, count))
+        return ahead.popleft() if ahead else None
+
+
+class Between(Protocol):
+    """What the run does between a loop's steps."""
+
+    def enough(self) -> bool:
+        """Whether the run has taken all its steps."""
+
+    def resumed(self, epoch: Epoch) -> None:
+        """The loop asks for a batch. An earlier part of the run may have stopped just here."""
+
+    def stepped(self, epoch: Epoch) -> None:
+        """A step is over, with all that the loop does after it."""
+
+    def passed(self) -> None:
+        """A pass with exchanges is over in this process; all processes come here after the same number of them."""

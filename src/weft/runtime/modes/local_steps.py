@@ -1,0 +1,117 @@
+"""A worker that goes on with a copy of its own, and meets the servers now and then: `downpour`.
+
+`step` adds this worker's own gradients to what it has accrued and moves its copy; the optimization says after which
+steps the sum goes to the servers, and after which their model takes the copy's place. Where a run is saved or ends,
+both happen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from weft.runtime.modes.parameter_server import Served
+from weft.strategy import Strategy
+
+
+class Apart(Served):
+    """Gradients stay here until `step`, as in a loop without servers; what leaves are sums of them."""
+
+    keeps_gradients: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, strategy: Strategy, **kwargs: Any) -> None:
+        super().__init__(*args, strategy=strategy, **kwargs)
+        self.optimization = strategy.optimization
+        self._accrued: dict[str, Tensor] = {}
+        """Sums of this worker's own gradients that the servers do not have yet; flat."""
+        self._shares: list[float] = []
+        """Its share of the batch in each step since the last push."""
+        self._moved = False
+        """Whether a step was taken since the model was fetched."""
+
+    def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """It stays where it is."""
+
+    def _announce(self) -> None:
+        """Servers hear of a sum when it comes."""
+
+    def clear(self) -> bool:
+        """What was not accrued by a step counts for nothing: a scaler skips one, say."""
+        self.came, self.local = set(), False
+        return super().clear()
+
+    def _step(self) -> None:
+        """Accrue and move; push and fetch where that is due."""
+        due = {exchange.what for exchange in self.optimization.due(self.turns.step)}
+        self._numbers = self._hyper()
+        self._accrue(move="model" not in due)
+        self.came, self._moved, self.leaving = set(), True, self.asked
+        if "gradient" in due:
+            self._push(self.turns.step)
+        if "model" in due:
+            self._fetch_model()
+
+    def _accrue(self, *, move: bool) -> None:
+        """Who has no batch has no gradient; a copy that is about to be replaced need not move."""
+        grads = self._own_gradients()
+        self._shares.append(self.turns.share)
+        if not self.turns.share:
+            return
+        for name, grad in grads.items():
+            if name in self._accrued:
+                self._accrued[name] += grad
+            else:
+                self._accrued[name] = grad.clone()
+        for group in self.optimizer.param_groups if move else ():
+            rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
+            for name in [self._name_of[id(p)] for p in group["params"] if id(p) in self._name_of]:
+                if name in grads:
+                    self.flat[name].add_(grads[name], alpha=-rate)
+
+    def _own_gradients(self) -> dict[str, Tensor]:
+        """This step's, flat; all of them are looked at before one of them counts."""
+        grads = {}
+        for name, p in self.named.items():
+            if p.grad is None:
+                self._absent(name)
+            else:
+                self._check(name, p.grad)
+                grads[name] = p.grad.detach().reshape(-1)
+        return grads
+
+    def _push(self, step: int) -> None:
+        """What was accrued goes to the servers, in memory that nobody here touches again."""
+        self.asking.pushed(self.timeout_s)  # word of a push must not overtake the push before it
+        for name, total in self._accrued.items():
+            self._check(name, total)
+        share = sum(self._shares) / len(self._shares)
+        kept = self.buffers if self.turns.rank == 0 and self._accrued else ()
+        self.asking.begin(step, share, self._numbers, kept)
+        for name in reversed(self.named):  # as backward finishes them
+            self.asking.push(name, self._accrued[name].mul_(share) if name in self._accrued else None, step)
+        self._accrued, self._shares = {}, []
+
+    def _fetch_model(self) -> None:
+        """The servers' model takes the copy's place; what worker 0 has made of buffers stays until it has pushed."""
+        self._bring(() if self.turns.rank == 0 and self._accrued else self.buffers)
+        self._moved = False
+
+    def meet(self) -> None:
+        """The servers get what was accrued, with the last step's numbers, and this worker has their model."""
+        self.flush()
+        if self._accrued:
+            self._push(self.turns.step - 1)
+        elif not self._moved:
+            return
+        self._fetch_model()
+        self.flush()
+
+    def fetch(self) -> None:
+        self.meet()
+        super().fetch()
+
+    def close(self, *, well: bool) -> None:
+        if well:
+            self.meet()
+        super().close(well=well)

@@ -1,0 +1,1 @@
+"""The run folder: one event per step, and whatever describes the run."""

@@ -1,0 +1,284 @@
+"""The run folder, the only interface between a run and whatever looks at it: what is in it, and what it says."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import jobs
+from weft.errors import UserError
+from weft.ops import Spec
+from weft.runtime.launch.launcher import Launch
+from weft.runtime.launch.world import World
+from weft.runtime.record.events import write_json, write_text, writing
+from weft.store.checkpoint import Policy
+from weft.strategy import Strategy
+
+
+def describe(
+    folder: Path, strategy: Strategy, world: World, device: torch.device, seed: int, steps: int | None
+) -> None:
+    """Write what the run is and where it runs."""
+    write_text(folder / "strategy.toml", f"# {strategy}\n{strategy.to_toml()}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    environment = {
+        "strategy": str(strategy),
+        "period": strategy.optimization.period,
+        "peer": os.environ.get("WEFT_PEER"),
+        "workers": world.workers,
+        "processes": world.processes,
+        "steps": steps,
+        "seed": seed,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": str(device),
+        "device_name": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "versions": {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    write_json(folder / "environment.json", environment)
+
+
+_LAUNCH = "launch.json"
+
+
+def describe_launch(folder: Path, spec: Launch) -> None:
+    """Write how the run was started, so that it can go on."""
+    policy = spec.policy
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    word = {
+        "job": spec.job if jobs.path(spec.job) else str(Path(spec.job).absolute()),
+        "args": list(spec.args),
+        "workers": spec.workers,
+        "processes": spec.processes,
+        "strategy": str(spec.strategy) if spec.strategy else None,
+        "steps": spec.steps,
+        "seed": spec.seed,
+        "device": spec.device,
+        "share_gpus": spec.share_gpus,
+        "policy": [policy.every, policy.last, policy.milestone] if policy else None,
+    }
+    write_json(folder / _LAUNCH, word)
+
+
+def launched(folder: Path) -> Launch:
+    """How a run was started."""
+    word = read_json(folder, _LAUNCH)
+    try:
+        policy = word["policy"]
+        return Launch(
+            job=_a(str, word["job"]),
+            args=tuple(_a(str, each) for each in word["args"]),
+            workers=_a(int, word["workers"]),
+            processes=_a(int | None, word["processes"]),
+            strategy=Strategy.parse(word["strategy"]) if word["strategy"] is not None else None,
+            steps=_a(int | None, word["steps"]),
+            seed=_a(int | None, word["seed"]),
+            device=_a(str, word["device"]),
+            share_gpus=_a(bool, word["share_gpus"]),
+            policy=Policy(every=policy[0], last=policy[1], milestone=policy[2]) if policy else None,
+        )
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{folder / _LAUNCH} cannot be understood: {error}; give a folder that `weft train` made"
+        ) from None
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder} holds a run that cannot be understood: {error!r}") from None
+
+
+def _a(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{str(value)[:40]!r} is not {kind}")
+    return value
+
+
+def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
+    """Write what trains: the parameters' names, shapes and dtypes."""
+    write_json(folder / "model.json", [[spec.name, list(spec.shape), str(spec.dtype)[6:]] for spec in specs])
+
+
+def model(folder: Path) -> list[Spec]:
+    """The parameters that train, in the model's order."""
+    rows = read_json(folder, "model.json")
+    try:
+        return [Spec(_a(str, name), tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype in rows]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{folder / 'model.json'} cannot be understood: {error}; give a folder of a run") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    return _a(torch.dtype, getattr(torch, _a(str, name), None))  # type: ignore[no-any-return]
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """A JSON file of a run folder, or an error that says what is wrong with the folder."""
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {name}, so it is not a run folder; give one that `weft train` made") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / name} cannot be read: {error}") from None
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """One event per step, over all processes: the mean step time, other times of the slowest, values by samples."""
+    return list(stream(folder))
+
+
+def stream(folder: Path) -> Iterator[dict[str, Any]]:
+    """The same, one after the other: of a long run no more is in memory than a step."""
+    read_json(folder, "environment.json")
+    valid = _valid(folder)
+    files = [_lines(file, valid) for file in sorted(folder.glob("events-*.jsonl"))]
+    with _understood(folder):
+        for _, parts in itertools.groupby(heapq.merge(*files, key=_step), key=_step):
+            yield _joined(list(parts))
+
+
+def _step(event: dict[str, Any]) -> int:
+    return int(event["step"])
+
+
+def _lines(file: Path, valid: Mapping[int, float]) -> Iterator[dict[str, Any]]:
+    """One process's events, each step once, without those that a later attempt has taken again or left behind."""
+    reached = -1
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+                step, attempt = _a(int, event["step"]), event.get("attempt", 0)
+                if reached < step <= valid.get(attempt, math.inf) and "samples" in event:
+                    yield event
+                    reached = step
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue  # the last line of a process that was killed
+
+
+def _valid(folder: Path) -> dict[int, float]:
+    """By attempt, the step up to which it counts: a later attempt has started there."""
+    starts: list[int] = []
+    with suppress(OSError), (folder / "resumed.jsonl").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                starts.append(_a(int, json.loads(line)["step"]))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                starts.append(0)
+    return {attempt: min(starts[attempt:]) for attempt in range(len(starts))}
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {"step": parts[0]["step"]}
+    samples = sum(part["samples"] for part in parts)
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = [part[key] for part in parts if part.get(key) is not None]
+        if not values:
+            joined[key] = None
+        elif key == "step_s":
+            joined[key] = statistics.mean(values)  # who waits in one step is early in the next: the mean keeps the pace
+        elif key.endswith("_s"):
+            joined[key] = max(values)
+        elif key in ("wire_bytes", "samples"):
+            joined[key] = sum(values)
+        elif key != "step":
+            known = [(part["samples"] or 1, part[key]) for part in parts if isinstance(part.get(key), (int, float))]
+            weight = sum(w for w, _ in known)
+            joined[key] = sum(w * v for w, v in known) / weight if known else values[-1]
+    return joined | {"samples": samples}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The run in one object, as `weft train --json` gives it; the first steps are warm-up and left out of times."""
+    environment = read_json(folder, "environment.json")
+    series = {name: array("d") for name in ("step_s", "samples", "wire_bytes")}
+    last: dict[str, Any] | None = None
+    with _understood(folder):
+        for last in stream(folder):
+            for name, values in series.items():
+                values.append(last[name])
+    if last is None:
+        raise UserError(f"{folder} holds no step; the run ended before its first")
+    with _understood(folder):
+        row = _row(folder, environment, series, last)
+    if (folder / "report.json").exists():
+        row["report"] = read_json(folder, "report.json")
+    if found := servers(folder):
+        row["servers"] = found
+    return row
+
+
+def servers(folder: Path) -> list[dict[str, Any]]:
+    """What each parameter server has seen (`tally`), if there were any."""
+    with _understood(folder):
+        rows = [_a(dict, read_json(folder, file.name)) for file in folder.glob("server-*.json")]
+        return sorted(rows, key=lambda row: _a(int, row["server"]))
+
+
+def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All servers' tallies in a few figures: how late gradients were, and who has waited most for whom."""
+    late = Counter[int]()
+    waits = Counter[tuple[int, int]]()
+    for row in rows:
+        for _, staleness, count in row["staleness"]:
+            late[staleness] += count
+        for who, on, seconds in row["waits"]:
+            waits[who, on] = max(waits[who, on], seconds)  # servers are waited for at the same time
+    most = max(waits, key=lambda pair: waits[pair], default=None)
+    return {
+        "staleness_mean": sum(k * n for k, n in late.items()) / late.total() if late else None,
+        "staleness_most": max(late, default=None),
+        "queue_most": max((row["queue_most"] or 0 for row in rows), default=None),
+        "server_bytes": max((row["received_bytes"] + row["sent_bytes"] for row in rows), default=None),
+        "longest_wait": [*most, waits[most]] if most is not None else None,
+    }
+
+
+def by_period(values: Sequence[float], period: int) -> list[float]:
+    """Means over whole periods, where steps differ by what is due in them."""
+    whole = len(values) // period
+    return [statistics.mean(values[i * period : (i + 1) * period]) for i in range(whole)] or [statistics.mean(values)]
+
+
+def _row(
+    folder: Path, environment: dict[str, Any], series: Mapping[str, Sequence[float]], last: Mapping[str, Any]
+) -> dict[str, Any]:
+    period = _a(int, environment.get("period", 1))
+    count = len(series["step_s"])
+    times = by_period(series["step_s"][min(5, count // 2) :], period)
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+    step_s = statistics.median(times)
+    return {
+        "strategy": environment["strategy"],
+        "workers": environment["workers"],
+        "steps": count,
+        "step_s": step_s,
+        "step_s_spread": quartiles[2] - quartiles[0],
+        "samples_per_s": statistics.median(series["samples"]) / step_s,
+        "wire_bytes_worker": statistics.median(by_period(series["wire_bytes"], period)) / environment["workers"],
+        "final_loss": last.get("loss"),
+        "folder": str(folder),
+    }

@@ -1,0 +1,591 @@
+"""A training loop, distributed. Read this first.
+
+    run = weft.init()
+    model, optimizer = run.distribute(model, optimizer)
+    for x, y in run.shard(loader):
+        loss = loss_fn(model(x), y)
+        loss.backward()                  # hooks hand gradients to the engine; when it returns, they are the mean
+        optimizer.step(); optimizer.zero_grad()
+        run.log(loss=loss)
+
+Model and optimizer stay the user's own objects: hooks are attached to the parameters (`gradients`), exchanges run
+beside backward (`engine`), batches are dealt to logical workers (`shard`, `turns`), and every step leaves an event
+(`record`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from weft.errors import LoopError, UserError
+from weft.ops import Spec
+from weft.runtime.checkpoint.lifecycle import BetweenSteps, policy_here
+from weft.runtime.checkpoint.state import Parts
+from weft.runtime.checks.step_status import Guard, check_batches
+from weft.runtime.engine.engine import Engine
+from weft.runtime.launch.malloc import keep_memory
+from weft.runtime.launch.strategy_source import choose_strategy
+from weft.runtime.launch.world import World
+from weft.runtime.loop.between_passes import Carried
+from weft.runtime.loop.data_position import Reading
+from weft.runtime.loop.data_sharding import Dealer, Shard
+from weft.runtime.loop.late_changes import Bypass
+from weft.runtime.loop.logical_workers import Turns
+from weft.runtime.loop.momentum import check_claims, claimed_momentum, claims
+from weft.runtime.loop.partial_step import Piecewise, hooked, obstacle
+from weft.runtime.loop.sample_shares import Count
+from weft.runtime.modes.all_reduce import Gradients
+from weft.runtime.modes.local_steps import Apart
+from weft.runtime.modes.parameter_server import Served
+from weft.runtime.modes.shared_memory import share
+from weft.runtime.pace import Pace
+from weft.runtime.record.clock import Clock
+from weft.runtime.record.events import Recorder, Watch, progress_pipe, write_json
+from weft.runtime.record.run_folder import describe, describe_model
+from weft.runtime.server.process import ServerRun
+from weft.store.checkpoint import Policy
+from weft.strategy import Strategy
+from weft.transport.collective import Processes
+from weft.transport.heartbeat import seconds
+
+log = logging.getLogger(__name__)
+
+
+def init(
+    strategy: str | Strategy | None = None,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    out: str | Path | None = None,
+    save_every: int | None = None,
+    resume: str | Path | None = None,
+) -> Run:
+    """Join the run that this process belongs to; alone, a run of one worker.
+
+    What the command line says (`weft train`) goes before what is said here. `steps` bounds the optimizer steps of
+    `run.shard`; `seed` seeds torch, numpy and random. A run with a folder `out` saves itself every `save_every` steps,
+    and when it ends; 0: never. `resume` is a checkpoint to go on from.
+    """
+    global _current, joined
+    if _current is not None:
+        raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
+    joined = True
+    env = os.environ
+    chosen = choose_strategy(strategy)
+    world = World.here().with_servers(chosen.topology)
+    steps = int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps
+    seed = int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0
+    if world.server is not None:
+        return cast(Run, ServerRun(world=world, strategy=chosen, steps=steps, seed=seed))
+    _current = Run(
+        world=world,
+        strategy=chosen,
+        steps=steps,
+        seed=seed,
+        device=env.get("WEFT_DEVICE") or device or "auto",
+        out=env.get("WEFT_OUT") or out,
+        policy=policy_here(save_every),
+        resume=env.get("WEFT_RESUME") or resume,
+    )
+    return _current
+
+
+_current: Run | None = None
+joined = False
+"""Whether this process has ever called init."""
+wrapper: Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]] | None = None
+"""Somebody else's way of distributing, in place of the strategy: the lab runs jobs under PyTorch's own wrappers."""
+
+
+def close(*, well: bool = True) -> None:
+    """Close the present run, if there is one."""
+    if _current is not None:
+        _current.close(well=well)
+
+
+class Run:
+    """One process's part of a training run."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        strategy: Strategy,
+        steps: int | None,
+        seed: int,
+        device: str,
+        out: str | Path | None,
+        policy: Policy | None = None,
+        resume: str | Path | None = None,
+    ) -> None:
+        self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
+        self.device = world.device(device)
+        self.folder = Path(out) if out else None
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        timeout_s = seconds("WEFT_TIMEOUT_S", 600)
+        self._among_servers = bool(strategy.topology.homes(world.workers)) and wrapper is None
+        self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and wrapper is None
+        apart = self._among_servers or self._shares_memory  # workers need not know each other
+        if not apart:
+            world.connect(self.device, timeout_s)
+        elif self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        staged = self.device.type == "cuda" and world.shared_gpus
+        mesh = world.mesh(timeout_s) if not apart else None
+        self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=mesh)
+        self._turns = Turns(world.layout, seed)
+        self._clock = Clock(self.device)
+        self._recorder = self._record()
+        self._watch = Watch(self._clock, self._recorder)
+        self._reading = Reading()
+        self._between = BetweenSteps(
+            strategy=strategy,
+            steps=steps,
+            seed=seed,
+            folder=self.folder,
+            asked_for=policy,
+            resume=Path(resume) if resume else None,
+            turns=self._turns,
+            reading=self._reading,
+            transport=self._transport,
+            watch=self._watch,
+            timeout_s=timeout_s,
+            settle=self._settle,
+        )
+        self._gradients: Gradients | None = None
+        self._served: Served | None = None
+        self._bypass: Bypass | None = None
+        self._guard = Guard((), (), lossless=True)
+        self._model: nn.Module | None = None
+        self._followed = False
+        self._report: dict[str, Any] = {}
+        self._closed = False
+        atexit.register(self._exit)
+
+    # --- where I am -------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The logical worker whose turn it is; its data order and random numbers follow from this number."""
+        return self._turns.rank
+
+    @property
+    def workers(self) -> int:
+        return self.world.workers
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that should print and save."""
+        return self.world.process == 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._turns.step
+
+    # --- the three lines --------------------------------------------------------------------------------------------
+
+    def distribute(
+        self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
+    ) -> Any:
+        """Make model and optimizer part of the run; returns the same objects.
+
+        `followers` are what steps along and is kept in checkpoints: schedulers, a GradScaler, an average of the
+        weights, a torch.Generator; whatever has a state_dict. `unused=True` where parameters may get a gradient in one
+        step and none in another. `reduction="sum"` where the loss is a sum over the batch: gradients are then added up
+        undivided, and a missing batch adds nothing.
+        """
+        if self._model is not None:
+            raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
+        self._model = model
+        _check_model(model, optimizer, self)
+        self._check_reduction(reduction)
+        specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
+        if self.folder is not None and self.is_main:
+            describe_model(self.folder, specs)
+        Pace(self.seed, self.world.process, lambda: self.step).attach(model, optimizer)
+        if wrapper is None:
+            keep_memory()
+            self._transport.spread([*model.parameters(), *model.buffers()])
+        momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
+        parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
+        if self._among_servers:
+            kind = Apart if self.strategy.optimization.accrues else Served
+            parts.served = self._served = kind(
+                model,
+                optimizer,
+                strategy=self.strategy,
+                turns=self._turns,
+                watch=self._watch,
+                world=self.world,
+                seed=self.seed,
+                timeout_s=self._between.timeout_s,
+                unused=unused,
+                defers=self._may_defer(model, optimizer),
+            )
+            self._transport.teller = self._served.tell
+            if self.strategy.synchrony.everyone:
+                self._turns.compare = self._compare_batches
+            self._watch.engine = self._watch.sender = self._served.asking
+        known = self._between.open(parts, specs, self._recorder)
+        if self._served is not None:
+            self._served.start()
+        elif self._shares_memory:
+            share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._between.timeout_s)
+            self._guard = Guard(*zip(*model.named_parameters(), strict=True), lossless=True)
+        elif not self.world.alone and wrapper is None:
+            engine = Engine(self.strategy, self._transport, self.device, self.seed)
+            engine.clock = self._clock
+            engine.momentum = momentum or 0.0
+            self._watch.engine, self._watch.sender = engine, self._transport
+            self._gradients = Gradients(
+                model,
+                engine,
+                self._turns,
+                self._watch,
+                unused=unused,
+                defers=self._may_defer(model, optimizer),
+                folder=self.folder,
+                known=known,
+            )
+            parts.gradients, self._guard = self._gradients, self._gradients.guard
+            self._bypass = self._gradients.bypass = Bypass(model, optimizer, followers, hooked=self._gradients.params)
+            if self._turns.count > 1:
+                self._gradients.carried = Carried(model, optimizer, self._gradients.params)
+                self._turns.dealing = self._gradients.carried.next_turn
+            if hasattr(model, "_orig_mod"):
+                log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
+        elif wrapper is None:
+            named = dict(model.named_parameters())
+            self._guard = Guard(list(named), list(named.values()), lossless=True)
+        if self._recorder and not hasattr(model, "_orig_mod"):
+            model.register_forward_pre_hook(lambda module, _: self._watch.forward_began() if module.training else None)
+            model.register_forward_hook(lambda module, *_: self._watch.forward_ended() if module.training else None)
+        self._patch_optimizer(optimizer)
+        for follower in followers:
+            self._follow(follower)
+        self._check_scheduler(optimizer)
+        self._turns.part_streams()
+        self._between.opened()
+        if wrapper is not None:
+            model, optimizer = wrapper(model, optimizer)
+        return (model, optimizer, *followers)
+
+    def shard(
+        self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False, samples: Count | None = None
+    ) -> Shard:
+        """This worker's batches of `loader`, which every process builds alike.
+
+        Batches are dealt to the workers in turn. `epochs=None` goes round until the run's steps are used up.
+        `own=True`: the loader already holds only this worker's data; lengths may differ. `samples` counts a batch where
+        its first dimension does not: the loss is a mean over tokens, or the batch is the second dimension. A worker's
+        gradient weighs its count over that of all workers; 0 adds nothing.
+        """
+        if samples is not None and own:
+            raise UserError("samples= and own=True cannot go together; leave own=True out, and give one common loader")
+        if samples is not None and not self.strategy.synchrony.everyone:
+            raise UserError(
+                f"samples= compares the batches of one step, and under {self.strategy.synchrony.name} workers are at "
+                "different steps; leave it out, or use bsp"
+            )
+        dealer = Dealer(
+            workers=self.workers, turns=self._turns, transport=self._transport, reading=self._reading, seed=self.seed
+        )
+        return Shard(dealer, loader, epochs, own, self._between, samples)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Values of this step for the run folder; tensors are read later, so the device is not held up."""
+        kept = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in values.items()}
+        self._watch.log(kept, self._turns.share)
+
+    # --- what a loop may also need ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward inside adds gradients up locally; the next one outside exchanges the sum."""
+        self._turns.accumulating = True
+        try:
+            yield
+        finally:
+            self._turns.accumulating = False
+
+    def clip(self, norm: float) -> Tensor:
+        """Scale gradients so that their global norm is at most `norm`; returns the norm before."""
+        assert self._model is not None, "run.distribute() comes first"
+        if self._served is not None and not self._served.keeps_gradients:
+            raise LoopError(
+                "run.clip() needs the mean of all gradients, which only the servers have; leave it out there"
+            )
+        if not self._turns.complete:
+            return torch.zeros(())
+        return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
+
+    def report(self, **values: float | Tensor) -> None:
+        """Final figures for the summary, such as a held-out loss."""
+        self._report |= {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+    def save(self) -> None:
+        """Save the run now, within a step at its end; in a loop over `run.shard` this happens by itself."""
+        self._between.save()
+
+    def close(self, *, well: bool = True) -> None:
+        """Write what is left and leave the group. Runs at exit by itself."""
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._exit)
+        if _current is self:
+            _current = None
+        try:
+            if well:
+                self._settle()
+            else:
+                self._flush()
+            self._between.close(well=well)
+            if self._served is not None:
+                self._served.close(well=well or self._between.left)
+            if self._recorder:
+                self._recorder.close()
+            if self._report and self.folder and self.is_main:
+                write_json(self.folder / "report.json", self._report)
+        finally:
+            if self._bypass is not None:
+                self._bypass.close()
+            if self._transport.talk is not None:
+                self._transport.talk.close()
+            if dist.is_initialized() and not self._stuck:
+                dist.destroy_process_group()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _exit(self) -> None:
+        self.close(well=getattr(sys, "last_value", None) is None)
+        if self._stuck:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether the collective library may wait for a peer that fell silent, and cannot be left in order."""
+        return self._transport.talk is not None and self._transport.talk.silent is not None
+
+    def _check_reduction(self, reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise UserError(f'reduction={reduction!r} is not known; say "mean" or "sum", as the loss function does')
+        if reduction == "mean":
+            return
+        if not self.strategy.synchrony.everyone:
+            raise UserError(
+                f'reduction="sum" adds up the gradients of one step, and under {self.strategy.synchrony.name} workers '
+                "are at different steps; let the loss be a mean, and leave it out"
+            )
+        self._turns.add_up()
+
+    def _compare_batches(self, fingerprint: int) -> None:
+        check_batches([row[0] for row in self._transport.tell([fingerprint])])
+
+    def _common_folder(self) -> Path:
+        """A folder that all workers of this machine see."""
+        if not self.world.meeting or self.world.layout.workers > self.world.layout.processes:
+            raise UserError(
+                "shared_memory takes one machine and a process for each worker; start it with `weft train`, without "
+                "--nodes and --processes"
+            )
+        return Path(self.world.meeting)
+
+    def _record(self) -> Recorder | None:
+        tell = progress_pipe() if self.is_main else None
+        if self.folder is None and tell is None:
+            return None
+        trace = os.environ.get("WEFT_TRACE") == "1"
+        recorder = Recorder(self.folder, self.world.process, self._clock, tell, trace)
+        recorder.about = {"steps": self.steps, "workers": self.world.processes}
+        recorder.marks = {int(step) for step in os.environ.get("WEFT_MARKS", "").split(",") if step}
+        if self.folder is not None and self.is_main:
+            describe(self.folder, self.strategy, self.world, self.device, self.seed, self.steps)
+        return recorder
+
+    def _patch_optimizer(self, optimizer: Optimizer) -> None:
+        """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
+        step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
+        piecewise = Piecewise(optimizer)
+        claimed = self._gradients is not None and claims(self.strategy)
+
+        def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None and (not self.world.alone or self._served is not None):
+                raise LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
+            if any(each is not None and each.local for each in (self._gradients, self._served)):
+                raise LoopError(
+                    "step() after a backward inside accumulate() alone; leave the last backward outside of it"
+                )
+            self._check_scheduler(optimizer)
+            if self._bypass is not None:
+                self._bypass.check_parameters()
+            self._check_by_hand()
+            turns.asked = True
+            if not turns.complete:
+                if self._gradients is not None and self._gradients.carried is not None:
+                    self._gradients.carried.hide()
+                return None
+            if self._served is None:
+                self._check_finite(optimizer)
+            if claimed:
+                check_claims(optimizer)
+            if self._served is not None:
+                self._served.step()
+                self._watch.exchange_ended()
+            self._watch.optimizer_began()
+            if self._gradients is not None and (self._gradients.deferred.stepping or hooked(optimizer)):
+                self._gradients.flush()  # a second step, or one that somebody wants to see as a whole
+            if self._gradients is not None and self._gradients.deferred.under_way:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
+                self._gradients.deferred.step(piecewise.freeze())
+                result = None
+            elif self._served is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
+                result = None
+            else:
+                with self._bypass.stepping() if self._bypass is not None else contextlib.nullcontext():
+                    result = step(closure) if closure is not None else step()
+            samples = turns.samples
+            turns.stepped()
+            self._watch.step_ended(turns.step, samples)
+            return result
+
+        def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
+            gradients = self._gradients
+            if gradients is not None and gradients.carried is not None and gradients.carried.between:
+                return
+            turns.unstepped = False
+            if gradients is not None:
+                if not (gradients.deferred.stepping and set_to_none):
+                    gradients.flush()
+                gradients.release()
+            if self._served is not None and self._served.clear():
+                return
+            if gradients is None or not gradients.deferred.clearing:
+                zero_grad(set_to_none)
+
+        if hasattr(step, "_wrapped_by_lr_sched"):
+            weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.register_state_dict_pre_hook(lambda _: self._look())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self._loading())
+        # bound methods, as a scheduler that is made later expects them
+        optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _check_finite(self, optimizer: Optimizer) -> None:
+        """NaN and infinity stop here; a scaler's fused step looks for itself, and other wrappers do as they do."""
+        if getattr(optimizer, "found_inf", None) is not None or wrapper is not None:
+            return
+        if self._gradients is not None:
+            self._gradients.check()
+        else:
+            self._guard.check_alone(self.step)
+
+    def _check_by_hand(self) -> None:
+        """Where no gradients were exchanged since the last step, there should be none."""
+        gradients = self._gradients
+        if gradients is None or self._turns.unstepped or (gradients.carried is not None and gradients.carried.between):
+            return
+        gradients.check_by_hand()
+
+    def _flush(self) -> None:
+        if self._gradients is not None:
+            self._gradients.flush()
+        if self._served is not None:
+            self._served.flush()
+
+    def _loading(self) -> None:
+        """Somebody gives the optimizer another state."""
+        self._flush()
+        if self._served is not None and self._served.started:
+            raise LoopError(
+                "the servers have the optimizer's state, and do not see what is loaded here; load it before "
+                "run.distribute(), or resume from a checkpoint of Weft's"
+            )
+
+    def _look(self) -> None:
+        """Somebody wants to see the optimizer's state."""
+        self._flush()
+        if self._served is not None and self._turns.step:
+            self._served.fetch()
+
+    def _settle(self) -> None:
+        """Until the last step is whole; refuses it where a GPU has found values in it that are not finite."""
+        self._flush()
+        if self._served is not None:
+            self._served.refresh()
+        if self._gradients is not None:
+            self._gradients.look_back()
+        else:
+            self._guard.look_back_alone(self.step)
+
+    def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Whether parameters can be updated as their gradients arrive; where not, say why."""
+        if not self.strategy.schedule.defers or self.strategy.synchrony.eager:  # who does not wait defers nothing
+            return False
+        why = obstacle(model, optimizer)
+        if why:
+            log.warning("%s, so the next forward waits for the whole update: right, but with less overlap", why)
+        return why is None
+
+    def _follow(self, follower: Any) -> None:
+        """Schedulers and scalers act only when the optimizer does."""
+        if self._turns.count == 1:
+            return
+        self._followed = self._followed or isinstance(follower, LRScheduler)
+        for name in ("step", "update", "unscale_", "update_parameters", "zero_grad"):
+            act = getattr(follower, name, None)
+            if act is not None:
+                setattr(follower, name, self._when_complete(act))
+
+    def _when_complete(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def weft_act(*args: Any, **kwargs: Any) -> Any:
+            self._turns.asked = True
+            return act(*args, **kwargs) if self._turns.complete else None
+
+        return weft_act
+
+    def _check_scheduler(self, optimizer: Optimizer) -> None:
+        if self._turns.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._followed:
+            raise UserError(
+                "a scheduler follows the optimizer, and this process carries several workers; make it first and pass "
+                "it along: model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
+            )
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer, run: Run) -> None:
+    mine = set(model.parameters())
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in mine):
+        raise UserError("the model has no parameter that trains; unfreeze some before run.distribute()")
+    if not all(p in mine for p in theirs):
+        raise UserError("the optimizer steps parameters that are not the model's; put all of them into one nn.Module")
+    wrong = next((p for p in mine if p.device != run.device), None)
+    if wrong is not None and wrong.device.type != run.device.type:
+        raise UserError(f"the model is on {wrong.device}, the run on {run.device}; call model.to(run.device) first")
+    synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if synced and run.workers > 1 and (run._turns.count > 1 or run.device.type == "cpu"):
+        raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")

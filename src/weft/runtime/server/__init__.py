@@ -1,0 +1,1 @@
+"""Parameter servers: both sides of one protocol."""

@@ -1,0 +1,216 @@
+"""Servers, asked by a worker whose model is on a GPU: everything passes through pinned memory, beside computing.
+
+A gradient is copied to the host on a stream of its own as soon as backward has finished it; a thread waits for the copy
+and pushes it. What comes back is copied to the GPU in the loop's own stream, in which forward will read it. So the loop
+waits for messages, as on a CPU, and never for a copy.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.compression import State
+from weft.runtime.checks.step_status import check_finite
+from weft.runtime.record.clock import Spans
+from weft.runtime.server.client import Pulled, Servers
+from weft.runtime.server.protocol import Hyper
+from weft.threads import start_serial_thread
+
+
+@dataclass
+class Landing:
+    """The model on its way, into pinned memory and on to the GPU, once: what has landed may have gone on since."""
+
+    pulled: Pulled
+    owner: Pinned
+    buffers: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        self._above = set(self.pulled.replies)
+        self._buffers_above = bool(self.buffers)
+
+    def wait_for(self, name: str, timeout_s: float) -> bool:
+        """Until whatever comes next in this stream finds a parameter in place. Returns whether it had not come yet."""
+        early = self.pulled.wait_for(name, timeout_s)
+        if name in self._above:
+            self._above.remove(name)
+            self.owner.land(name)
+        return early
+
+    def wait_for_buffers(self, timeout_s: float) -> None:
+        """The same for the model's buffers."""
+        self.pulled.wait_for_buffers(timeout_s)
+        if self._buffers_above:
+            self._buffers_above = False
+            self.owner.land_buffers(self.buffers)
+
+    def wait(self, timeout_s: float) -> None:
+        """The same for all of it."""
+        for name in self.pulled.replies:
+            self.wait_for(name, timeout_s)
+        self.wait_for_buffers(timeout_s)
+
+    @property
+    def leaving(self) -> bool:
+        return self.pulled.leaving
+
+
+class Pinned:
+    """What `Servers` is, for the flat parameters of a model on a GPU."""
+
+    def __init__(
+        self, inner: Servers, model: Mapping[str, Tensor], buffers: Sequence[Tensor], timeout_s: float
+    ) -> None:
+        self.inner, self._model, self._timeout_s = inner, model, timeout_s
+        self._values = {name: _pinned(flat) for name, flat in model.items()}
+        self._grads = {name: _pinned(flat) for name, flat in model.items()}
+        self._buffers = [_pinned(buffer) for buffer in buffers]
+        self._stream = torch.cuda.Stream()
+        self._landed = torch.cuda.Event()
+        self._error: Exception | None = None
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        start_serial_thread(self._do, "weft-pinned")
+
+    # --- as Servers -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.inner.state = state
+
+    @property
+    def spans(self) -> Spans:
+        """Nothing: what is stamped there is the host's time, and everything else here the GPU's."""
+        return Spans()
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.inner.sent_bytes
+
+    def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What comes early waits in pinned memory, not on the GPU."""
+        return model
+
+    def join(self, timeout_s: float) -> tuple[int, bool]:
+        return self.inner.join(timeout_s)
+
+    def start(
+        self, model: Mapping[str, Tensor], state: Mapping[str, Any], buffers: Sequence[Tensor], timeout_s: float
+    ) -> None:
+        for name, flat in model.items():
+            self._values[name].copy_(flat)
+        for room, buffer in zip(self._buffers, buffers, strict=True):
+            room.copy_(buffer)
+        self.inner.start(self._values, state, self._buffers, timeout_s)
+
+    def begin(
+        self,
+        step: int,
+        share: float,
+        hyper: Hyper,
+        buffers: Sequence[Tensor] = (),
+        *,
+        leave: bool = False,
+    ) -> None:
+        """Gradients of a step will come; those of the step before have left their memory by then."""
+        self._settle()
+        self.inner.pushed(self._timeout_s)
+        said = [(room, buffer) for room, buffer in zip(self._buffers, buffers, strict=False)]
+        copied = self._copied(said)
+
+        def begin() -> None:
+            self._landed.synchronize()  # what comes back may be written now
+            copied.synchronize()
+            self.inner.begin(step, share, hyper, [room for room, _ in said], leave=leave)
+
+        self._work.put(begin)
+
+    def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
+        """Send a gradient, once it is on the host."""
+        room = self._grads[name] if grad is not None else None
+        copied = self._copied([(room, grad)] if room is not None and grad is not None else [])
+
+        def push() -> None:
+            copied.synchronize()
+            if room is not None:
+                check_finite(name, room, step)
+            self.inner.push(name, room, step, self._values if into is not None else None)
+
+        self._work.put(push)
+
+    def pushed(self, timeout_s: float) -> None:
+        self._settle()
+        self.inner.pushed(timeout_s)
+
+    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Landing:
+        self._settle()
+        return Landing(self.inner.pull(self._values, self._buffers), self, buffers)
+
+    def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
+        self._settle()
+        return self.inner.fetch(timeout_s)
+
+    def tell(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
+        return self.inner.tell(values, timeout_s)
+
+    def leave(self, timeout_s: float) -> None:
+        self._work.put(None)
+        self.inner.leave(timeout_s)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self.inner.close()
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def _copied(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Copy to the host what the present stream has been told to compute; the event comes when that is done."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for room, values in pairs:
+                room.copy_(values, non_blocking=True)
+                values.record_stream(self._stream)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return copied
+
+    def land(self, name: str) -> None:
+        """Copy a parameter to the GPU, before whatever the present stream is told next."""
+        self._model[name].copy_(self._values[name], non_blocking=True)
+        self._landed.record()
+
+    def land_buffers(self, buffers: Sequence[Tensor]) -> None:
+        for buffer, room in zip(buffers, self._buffers, strict=True):
+            buffer.copy_(room, non_blocking=True)
+        self._landed.record()
+
+    # --- the thread that waits for copies ---------------------------------------------------------------------------
+
+    def _do(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if self._error is None:
+                    work()
+            except Exception as error:  # told to the loop, in its own thread
+                self._error = error
+            finally:
+                self._work.task_done()
+
+    def _settle(self) -> None:
+        """Until everything that was handed over has left."""
+        self._work.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

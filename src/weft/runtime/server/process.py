@@ -1,0 +1,265 @@
+"""A server's part of a run: the job's own script builds model and optimizer, and `distribute` serves them.
+
+    run = weft.init()                                      this is a ServerRun, in a process that carries no worker
+    model, optimizer = run.distribute(model, optimizer)    never returns: it serves until every worker has left
+
+So a server's optimizer is whatever the job has, with nothing sent but numbers. The workers' side is in `served`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.errors import LoopError, PeerLost, UserError
+from weft.numerics import Lamb, Lars
+from weft.ops import Spec
+from weft.runtime.launch.malloc import keep_memory
+from weft.runtime.launch.process_groups import LEFT
+from weft.runtime.launch.world import World
+from weft.runtime.record.events import write_json
+from weft.runtime.server.aggregator import Proxy
+from weft.runtime.server.bundle_state import Kept, part_optimizer
+from weft.runtime.server.client import Servers
+from weft.runtime.server.service import Loss, ParameterServer
+from weft.strategy import Strategy
+from weft.topology import Topology
+from weft.topology._shards import Bundle, bundles, shards
+from weft.transport.messaging import Client, Key
+
+log = logging.getLogger(__name__)
+
+_MEET_S = 300.0
+_DESK_RETRY_S = 10.0
+
+_ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
+_ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
+_ELEMENTWISE |= {torch.optim.Rprop, torch.optim.ASGD}
+"""Optimizers that treat every value by itself, so that a parameter may be cut."""
+_BY_PARAMETER = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+_BY_PARAMETER |= {Lamb, Lars}
+
+
+def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Bundle]]:
+    """Which server keeps what. Parameters stay whole where the optimizer or the compressor looks at all of one."""
+    specs = trained(model)
+    alone = not strategy.compression.lossless
+    least, most = strategy.schedule.key_bytes
+    whole = alone or type(optimizer) not in _ELEMENTWISE
+    found = shards(specs, servers, whole=whole)
+    if not all(found):
+        raise UserError(
+            f"{servers} servers, but only {sum(map(bool, found))} of them would have anything to keep; use fewer"
+        )
+    return [bundles(each, specs, least=least, most=None if whole else most, alone=alone) for each in found]
+
+
+def trained(model: nn.Module) -> list[Spec]:
+    return [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    """What servers cannot train yet, or could train wrong."""
+    if type(optimizer) not in _ELEMENTWISE | _BY_PARAMETER:
+        raise UserError(
+            f"{type(optimizer).__name__} may look at several parameters at once, which servers step one by one; use "
+            "another optimizer, or another topology, such as direct"
+        )
+    if len({p.device for p in model.parameters()}) > 1:
+        raise UserError("servers train models that are on one device; move all of it to run.device, or use direct")
+    if not world.key_file:
+        raise UserError(
+            f"{socket.gethostname()} has no key for its messages to servers; start the job with `weft train`, or make "
+            "one with `weft key FILE` and set WEFT_KEY_FILE to it on every machine"
+        )
+
+
+def reach(
+    model: nn.Module, optimizer: Optimizer, *, strategy: Strategy, world: World, rank: int, seed: int, timeout_s: float
+) -> Servers:
+    """Whom a worker asks: the servers that keep the model, or the proxy of its group."""
+    topology, bundled = strategy.topology, divided(model, optimizer, strategy, strategy.topology.keepers(world.workers))
+    asked, place, homes = list(range(len(bundled))), rank, topology.homes(world.workers)
+    for number, team in enumerate(topology.teams(world.workers)):
+        if rank in team:
+            asked, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
+    return Servers(
+        place,
+        call(asked, f"worker {rank}", model, topology, world, timeout_s),
+        bundled,
+        {spec.name: spec for spec in trained(model)},
+        strategy.compression,
+        seed,
+        urgent=strategy.schedule.defers,
+        near=next((number for number, server in enumerate(asked) if homes[server] == rank), None),
+        rank=rank,
+    )
+
+
+def call(
+    servers: Iterable[int], who: str, model: nn.Module, topology: Topology, world: World, timeout_s: float
+) -> list[Client]:
+    """Links to some servers, as soon as they are there."""
+    key, encrypted = Key.read(Path(world.key_file)), world.encrypts(topology)
+    most = 16 * max(p.numel() * p.element_size() for p in model.parameters()) + (1 << 26)
+    return [
+        Client(world.find(server, timeout_s), key, who, encrypted=encrypted, even_here=False, most_bytes=most)
+        for server in servers
+    ]
+
+
+class ServerRun:
+    """What `weft.init()` gives a process that is a server: as much of a run as a script sees before `distribute`."""
+
+    def __init__(self, *, world: World, strategy: Strategy, steps: int | None, seed: int) -> None:
+        self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
+        self.device = torch.device("cpu")
+        self.rank, self.step, self.workers, self.is_main = 0, 0, world.workers, False
+        self.folder: Path | None = None
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def distribute(
+        self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
+    ) -> NoReturn:
+        """Serve until every worker has left, and leave."""
+        refuse(model, optimizer, self.world)
+        assert self.world.server is not None, "a server's process"
+        keep_memory()
+        index = self.world.server
+        losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
+        keeps = index < self.strategy.topology.keepers(self.workers)
+        server = (self._keeper if keeps else self._proxy)(index, model, optimizer, losses.put)
+        asked = _asked_to_leave()
+        try:
+            with self._announced(index, server) as check_launcher:
+                while not server.over.wait(0.1):
+                    if not losses.empty():
+                        self._lost(losses.get())
+                    if asked.is_set() and not server.attended:
+                        raise SystemExit(LEFT)
+                    check_launcher()
+            if isinstance(server, Proxy):
+                server.upstream.leave(_MEET_S)
+        finally:
+            if out := os.environ.get("WEFT_OUT"):
+                write_json(Path(out) / f"server-{index}.json", server.tally.row(index, server.version))
+        server.close()
+        raise SystemExit(0)
+
+    @contextmanager
+    def _announced(self, index: int, server: ParameterServer | Proxy) -> Iterator[Callable[[], None]]:
+        """Say where this server listens. Gives a check that fails if the launcher ends before every worker has come."""
+        self.world.announce(index, server.address)
+        if not self.world.desk:
+            yield lambda: None
+            return
+        with self.world.at_desk(_DESK_RETRY_S) as desk:
+
+            def check() -> None:
+                try:
+                    desk.check()
+                except PeerLost as error:
+                    if not server.complete:
+                        raise PeerLost(f"the run ended before every worker had come: {error}") from None
+
+            yield check
+
+    def _keeper(
+        self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
+    ) -> ParameterServer:
+        """A server that keeps a share of the model."""
+        topology = self.strategy.topology
+        mine = divided(model, optimizer, self.strategy, topology.keepers(self.workers))[index]
+        return ParameterServer(
+            (self.world.address(), 0),
+            Key.read(Path(self.world.key_file)),
+            synchrony=self.strategy.synchrony,
+            compression=self.strategy.compression,
+            kept=[keep(bundle, model, optimizer) for bundle in mine],
+            workers=self.workers,
+            teams=topology.teams(self.workers),
+            seed=self.seed,
+            encrypted=self.world.encrypts(topology),
+            even_here=False,
+            buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
+            lost=lost,
+        )
+
+    def _proxy(self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]) -> Proxy:
+        """A server that stands between its group and those."""
+        topology, strategy = self.strategy.topology, self.strategy
+        keepers = topology.keepers(self.workers)
+        team = topology.teams(self.workers)[index - keepers]
+        upstream = Servers(
+            index - keepers,
+            call(range(keepers), f"the proxy of worker {team[0]}", model, topology, self.world, _MEET_S),
+            divided(model, optimizer, strategy, keepers),
+            {spec.name: spec for spec in trained(model)},
+            strategy.compression,
+            self.seed,
+            urgent=strategy.schedule.defers,
+        )
+        upstream.join(_MEET_S)
+        return Proxy(
+            (self.world.address(), 0),
+            Key.read(Path(self.world.key_file)),
+            upstream=upstream,
+            model={name: p.detach().reshape(-1) for name, p in model.named_parameters() if p.requires_grad},
+            buffers=list(model.buffers()),
+            workers=len(team),
+            encrypted=self.world.encrypts(topology),
+            even_here=False,
+            lost=lost,
+        )
+
+    def _lost(self, loss: Loss) -> None:
+        what = f"{loss.name} went away ({loss.reason})"
+        if self.strategy.synchrony.everyone or self.strategy.topology.teams(self.workers):
+            raise PeerLost(what)
+        log.error("%s; the others go on", what)
+
+    def close(self, *, well: bool = True) -> None:
+        """A server leaves nothing behind."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LoopError(f"run.{name} was used before run.distribute(), which servers do not come past; move it below")
+
+
+def _asked_to_leave() -> threading.Event:
+    """Set by SIGTERM. Workers save their run with the help of servers, so servers wait until no worker is left."""
+    asked = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    return asked
+
+
+def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:
+    """A bundle's parts of the model, in memory of their own, and their part of the optimizer."""
+    named = dict(model.named_parameters())
+    specs = {spec.name: spec for spec in trained(model)}
+    mine = [part.spec(specs[part.name]) for part in bundle]
+    parts: list[Tensor] = []
+    of: dict[Tensor, list[Tensor]] = {}
+    for part, spec in zip(bundle, mine, strict=True):
+        values = named[part.name].detach().reshape(-1)[part.start : part.stop]
+        parts.append(nn.Parameter(values.clone().view(spec.shape)))
+        of.setdefault(named[part.name], []).append(parts[-1])
+    stepper, groups = part_optimizer(optimizer, of)
+    return Kept(mine, parts, stepper, groups)

@@ -1,0 +1,549 @@
+"""A parameter server: a share of the model, its optimizer, and answers to workers over messages (`verbs`).
+
+What travels together is updated together, and by itself: each bundle has rounds of its own, so that the last layers'
+are updated and on their way back while the first layers' gradients are still to come.
+
+Pushes, joins and leaves count once, however often links break. One thread serves; the messages' own thread
+only hands requests over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.compression import Compressor, Context, Piece
+from weft.runtime.checks.step_status import finite
+from weft.runtime.server.bundle_state import Kept
+from weft.runtime.server.compressed_push import heard
+from weft.runtime.server.protocol import (
+    AT_ONCE,
+    BEGIN,
+    BUFFERS,
+    BUNDLE,
+    JOINED,
+    PULL,
+    PULLED,
+    PUSH,
+    TELL,
+    WATCH,
+    WHO,
+    Hyper,
+    Verb,
+)
+from weft.runtime.server.protocol import packed as packed_state
+from weft.runtime.server.protocol import unpacked as unpacked_state
+from weft.runtime.server.rounds import Contribution, Holder
+from weft.runtime.server.statistics import Tally
+from weft.synchrony import Synchrony, View
+from weft.threads import start_serial_thread
+from weft.transport.mesh import raw
+from weft.transport.messaging import Key, Request, Server
+
+log = logging.getLogger(__name__)
+
+_ANEW = "it was asked for anew, or its worker went away"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that went away."""
+
+    name: str
+    reason: str
+    identity: bytes = b""
+    """Which process it was, of all that had the name."""
+
+
+@dataclass
+class _Watch:
+    """A standing request, for what is new once the slowest worker's clock is beyond `clock`."""
+
+    request: Request
+    clock: int
+    urgency: int
+    since: float | None = None
+    """From when on its worker could not go on without."""
+
+
+class _Open:
+    """A bundle's rounds: what has arrived, and who waits for what."""
+
+    def __init__(self, kept: Kept, holder: Holder) -> None:
+        self.kept, self.holder = kept, holder
+        self.arrived: dict[int, tuple[int, int, list[Tensor | None], Request]] = {}
+        """By worker: a step, the version that it began with, and gradients, where word of the step is still to come."""
+        self.done = [0] * holder.workers
+        """Steps of each worker that count, since it joined."""
+        self.given = [-1] * holder.workers
+        """The steps of each worker after which it was given the model last, since it joined."""
+        self.waiting: dict[int, tuple[Request, int, int, float]] = {}
+        self.watching: dict[int, _Watch] = {}
+        self.used: list[Request] = []
+        """Pushes whose memory the present round still needs."""
+        self._snapshot: tuple[int, list[memoryview]] | None = None
+
+    def slowest(self, worker: int, view: View) -> int:
+        """The slowest worker's clock, as this one counts its steps; who was lost goes on where the slowest is."""
+        return self.done[worker] - max(0, view.clocks[worker] - view.slowest)
+
+    def give_up(self, worker: int, why: str = _ANEW) -> None:
+        """Whoever asks again is answered anew."""
+        if worker in self.waiting:
+            self.waiting.pop(worker)[0].refuse(why)
+
+    def give_up_watch(self, worker: int, why: str = _ANEW) -> None:
+        if worker in self.watching:
+            self.watching.pop(worker).request.refuse(why)
+
+    def release(self) -> None:
+        """Give back the memory of pushes, once the round that they were part of is over."""
+        if not self.holder.round:
+            for push in self.used:
+                if push.keeps:
+                    push.release()
+            self.used = []
+
+    def snapshot(self, version: int) -> list[memoryview]:
+        """The values of a version. Where everyone waits for everyone, they stay until all have read them, and are sent
+        from where they are; elsewhere there is one copy for all who get this version."""
+        if self._snapshot is None or self._snapshot[0] != version:
+            parts = [part.detach() for part in self.kept.parts]
+            copies = parts if self.holder.synchrony.everyone else [part.clone() for part in parts]
+            self._snapshot = version, [raw(part) for part in copies]
+        return self._snapshot[1]
+
+
+class ParameterServer:
+    """Serves one share of a model until closed."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: Key,
+        *,
+        synchrony: Synchrony,
+        compression: Compressor,
+        kept: Sequence[Kept],
+        workers: int,
+        teams: Sequence[range] = (),
+        seed: int = 0,
+        encrypted: bool = False,
+        even_here: bool = True,
+        buffers: int = 0,
+        patience_s: float | None = None,
+        lost: Callable[[Loss], None] = lambda loss: None,
+    ) -> None:
+        self._teams = teams or [range(worker, worker + 1) for worker in range(workers)]
+        """Who stands behind each who asks: a proxy asks for a group."""
+        self.compression, self.seed, self.workers, self._lost = compression, seed, len(self._teams), lost
+        self.synchrony = synchrony
+        self.tally = Tally(self.workers)
+        self.bundles = [
+            _Open(each, Holder(synchrony, each.parts, self.workers, each.step, updated=self._updated)) for each in kept
+        ]
+        self._begun: dict[int, tuple[int, float, Hyper]] = {}
+        self._steps: dict[int, int] = {}
+        """By worker: the step that it would take next."""
+        self._failed: dict[int, str] = {}
+        self._gone: set[int] = set()
+        self._places: dict[bytes, int] = {}
+        """By process: the worker that it is, since it joined and until it leaves or another one joins in its place."""
+        self._came: set[int] = set()
+        self._set: set[int] = set()
+        self._told: dict[int, dict[int, tuple[Request, Any]]] = {}
+        self._telling = 0
+        """The number of the next telling that is answered."""
+        self._buffers = _Buffers(buffers)
+        self.over = threading.Event()
+        """Set when every worker has been here, and has left again."""
+        self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
+        most = 6 * max((each.nbytes for each in kept), default=0) + buffers + (1 << 20)
+        self._server = Server(
+            address,
+            key,
+            self._inbox.put,
+            encrypted=encrypted,
+            even_here=even_here,
+            most_bytes=most,
+            patience_s=patience_s,
+            left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
+        )
+        self.address = self._server.address
+        self._thread = start_serial_thread(self._serve, "weft-server")
+
+    @property
+    def version(self) -> int:
+        """Updates of the first bundle."""
+        return self.bundles[0].holder.version
+
+    @property
+    def complete(self) -> bool:
+        """Whether every worker has come."""
+        return len(self._came) == self.workers
+
+    @property
+    def attended(self) -> bool:
+        """Whether a worker is here."""
+        return len(self._came) > len(self._gone)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._inbox.put(None)
+        self._thread.join(timeout=5)
+        self._server.close()
+
+    # --- in the serving thread --------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (request := self._inbox.get()) is not None:
+            self.tally.depths[self._inbox.qsize()] += 1
+            if isinstance(request, Loss):
+                self._leave(request)
+                continue
+            try:
+                self._do(request)
+            except Exception as error:  # whatever was asked, others are served
+                self._cannot(request, f"that cannot be served: {error}")
+
+    def _cannot(self, request: Request, why: str) -> None:
+        """Say so, and to a worker whose gradients are lost by that also when it asks for what would come of them."""
+        log.warning("a request of %s: %s", request.sender, why)
+        with suppress(RuntimeError):  # it may have been answered before
+            request.refuse(why)
+        worker = self._places.get(request.identity)
+        if worker is None or request.verb not in (Verb.PUSH, Verb.BEGIN):
+            return
+        self._failed[worker] = why
+        self._buffers.give_up(worker, why)
+        for bundle in self.bundles:
+            bundle.give_up(worker, why)
+            bundle.give_up_watch(worker, why)
+
+    def _do(self, request: Request) -> None:
+        head, parts = request.parts[0], request.parts[1:]
+        match request.verb:
+            case Verb.PUSH:
+                worker, number, step, version = PUSH.unpack(head)
+                self._present(worker, request)
+                self._hear(worker, self._bundle(number), step, version, request)
+                request.reply(priority=AT_ONCE)
+                self._count(worker, self._bundle(number))
+            case Verb.BEGIN:
+                worker, step, share, leaving = BEGIN.unpack(head)
+                self._present(worker, request)
+                self._begun[worker] = step, share, json.loads(bytes(parts[0]))
+                self._steps[worker] = step + 1
+                self._buffers.offer(worker, parts[1:], leaving)
+                request.reply(priority=AT_ONCE)
+                for bundle in self.bundles:
+                    self._count(worker, bundle)
+            case Verb.PULL:
+                worker, number, steps, urgency = PULL.unpack(head)
+                self._present(worker, request)
+                self._pull(worker, number, steps, urgency, request)
+            case Verb.WATCH:
+                worker, number, clock, urgency = WATCH.unpack(head)
+                self._present(worker, request)
+                self._watch(worker, self._bundle(number), _Watch(request, clock, urgency))
+            case Verb.JOIN:
+                (worker,) = WHO.unpack(head)
+                step = self._join(worker, request)
+                request.reply([memoryview(JOINED.pack(step, self._started, self._telling))])
+                self._answer_tellings()
+            case Verb.SET:
+                (number,) = BUNDLE.unpack(head)
+                self._joined(request)
+                self._start(number, parts)
+                request.reply()
+                self._answer_all()
+            case Verb.FETCH:
+                (number,) = BUNDLE.unpack(head)
+                self._joined(request)
+                request.reply(packed_state(self._bundle(number).kept.state()))
+            case Verb.TELL:
+                worker, number = TELL.unpack(head)
+                self._present(self._asker(worker), request)
+                self._told.setdefault(number, {})[worker] = request, json.loads(bytes(parts[0]))
+                self._answer_tellings()
+            case Verb.LEAVE:
+                (worker,) = WHO.unpack(head)
+                self._present(worker, request)
+                del self._places[request.identity]
+                request.reply()
+                for bundle in self.bundles:
+                    bundle.give_up_watch(worker)
+                self._go(worker)
+                self._look_who_is_left()
+            case _:
+                request.refuse(f"a parameter server knows no request {request.verb}")
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def _join(self, worker: int, request: Request) -> int:
+        """A worker comes, or comes back: what was under way is forgotten. Returns the step that it takes next."""
+        if not 0 <= worker < self.workers:
+            raise ValueError(f"there is no worker {worker}")
+        self._places = {who: each for who, each in self._places.items() if each != worker}
+        self._places[request.identity] = worker
+        self._came.add(worker)
+        self._gone.discard(worker)
+        self._begun.pop(worker, None)
+        self._failed.pop(worker, None)
+        for bundle in self.bundles:
+            bundle.arrived.pop(worker, None)
+            bundle.done[worker], bundle.given[worker] = 0, -1
+            bundle.give_up(worker)
+            bundle.give_up_watch(worker)
+            bundle.holder.join(worker)
+            bundle.holder.reads[worker] = -1
+        return self._steps.get(worker, 0)
+
+    def _joined(self, request: Request) -> int:
+        """Who asks. Raises ValueError where it has not joined, or another process has since, in its place."""
+        worker = self._places.get(request.identity)
+        if worker is None:
+            raise ValueError(f"{request.sender} has not joined, or was replaced while it was away; start it again")
+        return worker
+
+    def _present(self, worker: int, request: Request) -> None:
+        """Who asks is there, though its link may have been given up."""
+        if self._joined(request) != worker:
+            raise ValueError(f"{request.sender} asks as worker {worker}, which it is not")
+        if worker in self._gone:
+            self._gone.discard(worker)
+            for bundle in self.bundles:
+                bundle.holder.join(worker)
+
+    def _asker(self, worker: int) -> int:
+        """Who asks for a worker: itself, or its group's proxy."""
+        return next((asker for asker, team in enumerate(self._teams) if worker in team), -1)
+
+    def _leave(self, loss: Loss) -> None:
+        """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
+        worker = self._places.get(loss.identity)
+        if worker is None:
+            return
+        for bundle in self.bundles:
+            bundle.give_up(worker)  # what stands is answered when there is something new, and asked for anew if need be
+        if not self.synchrony.everyone:  # else the run stops, and nothing is made of what is there
+            self._go(worker)
+        self._lost(loss)
+        self._look_who_is_left()
+
+    def _go(self, worker: int) -> None:
+        self._gone.add(worker)
+        for bundle in self.bundles:
+            bundle.holder.leave(worker)
+        self._answer_all(worker)
+        self._answer_tellings()
+
+    def _look_who_is_left(self) -> None:
+        if self.complete and not self.attended:
+            self.over.set()
+
+    def _answer_tellings(self) -> None:
+        """Everyone's values to everyone, where all who are there have told theirs."""
+        there = {worker for asker, team in enumerate(self._teams) if asker not in self._gone for worker in team}
+        for number in [number for number, told in self._told.items() if there <= set(told)]:
+            told = self._told.pop(number)
+            self._telling = max(self._telling, number + 1)
+            rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self._teams[-1].stop)])
+            for request, _ in told.values():
+                request.reply([memoryview(rows.encode())])
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def _bundle(self, number: int) -> _Open:
+        if not 0 <= number < len(self.bundles):
+            raise ValueError(f"there is no bundle {number}")
+        return self.bundles[number]
+
+    def _start(self, number: int, parts: Sequence[memoryview]) -> None:
+        if self._started:
+            raise ValueError("the model was set already")
+        if number == BUFFERS:
+            self._buffers.set(parts)
+        else:
+            self._bundle(number).kept.set(*unpacked_state(parts))
+            self._set.add(number)
+
+    @property
+    def _started(self) -> bool:
+        """Whether the model has been given the values that it starts from."""
+        return len(self._set) == len(self.bundles)
+
+    def _hear(self, worker: int, bundle: _Open, step: int, version: int, push: Request) -> None:
+        """Understand a push. A gradient that is not there has no words; others stay where they came to."""
+        kept, words = bundle.kept, push.parts[1:]
+        self.tally.received_bytes += sum(len(word) for word in words)
+        grads: list[Tensor | None] = []
+        if self.compression.lossless:
+            for part, data in zip(kept.parts, words, strict=True):
+                grads.append(torch.frombuffer(data, dtype=part.dtype).view(part.shape) if len(data) else None)
+        elif not words:
+            grads.append(None)
+        else:
+            (part,), (spec,) = kept.parts, kept.specs
+            out = torch.zeros(part.numel(), dtype=part.dtype)
+            piece = Piece(spec, torch.zeros_like(out), out)
+            heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
+            grads.append(out.view(part.shape))
+        for spec, grad in zip(kept.specs, grads, strict=True):
+            if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
+                what = f"the gradient of {spec.name} that {self._named(worker)} sent for step {step + 1} is not finite"
+                raise ValueError(f"{what}; lower the learning rate, or scale the loss down")
+        push.keeps = self.compression.lossless
+        bundle.arrived[worker] = step, version, grads, push
+
+    def _named(self, worker: int) -> str:
+        team = self._teams[worker]
+        return f"worker {team.start}" if len(team) == 1 else f"one of workers {team.start} to {team.stop - 1}"
+
+    def _count(self, worker: int, bundle: _Open) -> None:
+        """Let a worker's gradients count, if they are there and their step has begun."""
+        step, share, hyper = self._begun.get(worker, (-1, 0.0, []))
+        if worker not in bundle.arrived or bundle.arrived[worker][0] != step:
+            return
+        _, read, grads, push = bundle.arrived.pop(worker)
+        bundle.used.append(push)
+        bundle.kept.set_numbers(hyper)
+        version = bundle.holder.version
+        bundle.holder.contribute(Contribution(worker, share, grads, read))
+        bundle.done[worker] += 1
+        bundle.release()
+        if bundle is self.bundles[0]:
+            self._buffers.counted(worker, bundle.holder.version if bundle.holder.version > version else None)
+        self._answer(bundle, worker)
+
+    def _pull(self, worker: int, number: int, steps: int, urgency: int, request: Request) -> None:
+        if worker in self._failed:
+            request.refuse(self._failed[worker])
+            return
+        if number == BUFFERS:
+            self._buffers.ask(worker, request, steps)
+            self._answer(self.bundles[0], worker)
+            return
+        bundle = self._bundle(number)
+        bundle.give_up(worker)
+        bundle.waiting[worker] = request, steps, urgency, time.monotonic()
+        self._answer(bundle, worker)
+
+    def _watch(self, worker: int, bundle: _Open, watch: _Watch) -> None:
+        if worker in self._failed:
+            watch.request.refuse(self._failed[worker])
+            return
+        bundle.give_up_watch(worker)
+        bundle.watching[worker] = watch
+        self._answer(bundle, worker)
+
+    def _answer_all(self, by: int = 0) -> None:
+        for bundle in self.bundles:
+            self._answer(bundle, by)
+
+    def _answer(self, bundle: _Open, by: int) -> None:
+        """Whoever may go on gets the bundle; `by` is the worker who has just changed what may be."""
+        if not self._started:
+            return
+        holder = bundle.holder
+        for worker, (request, steps, urgency, since) in list(bundle.waiting.items()):
+            if bundle.done[worker] >= steps and holder.may_start(worker):
+                del bundle.waiting[worker]
+                request.reply(self._read(bundle, worker), priority=urgency)
+                bundle.given[worker] = steps
+                self.tally.answered(worker, steps, time.monotonic() - since, by)
+        self._answer_watches(bundle, by)
+        if bundle is self.bundles[0]:
+            self._buffers.answer(lambda worker, steps: bundle.given[worker] >= steps)
+
+    def _answer_watches(self, bundle: _Open, by: int) -> None:
+        """Whoever has less than everyone has done by now gets what is new; who cannot go on without it waits for it."""
+        buffers = [self._buffers.now] if bundle is self.bundles[0] else []
+        view = bundle.holder.view
+        for worker, watch in list(bundle.watching.items()):
+            if bundle.slowest(worker, view) > watch.clock:
+                del bundle.watching[worker]
+                watch.request.reply([*self._read(bundle, worker), *buffers], priority=watch.urgency)
+                if watch.since is not None:
+                    self.tally.answered(worker, bundle.done[worker], time.monotonic() - watch.since, by)
+            elif watch.since is None and not self.synchrony.may_start(worker, view):
+                watch.since = time.monotonic()
+
+    def _read(self, bundle: _Open, worker: int) -> list[memoryview]:
+        """A bundle as it is now, for a worker."""
+        version = bundle.holder.read(worker)
+        values = bundle.snapshot(version)
+        self.tally.sent_bytes += sum(len(part) for part in values)
+        slowest = bundle.slowest(worker, bundle.holder.view)
+        about = PULLED.pack(version, slowest, self._buffers.leaving(version))
+        return [memoryview(about), *values]
+
+    def _updated(self, worker: int, staleness: int) -> None:
+        self.tally.staleness[worker, staleness] += 1
+
+
+class _Buffers:
+    """The model's buffers, which are worker 0's, and anybody's word that the run was asked to leave.
+
+    Both become current with the update that its gradients become part of, so that whoever reads a version of the model
+    reads the same of them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.now = memoryview(bytes(nbytes))
+        self._offered: dict[int, memoryview] = {}
+        self._leaving: set[int] = set()
+        self._since: int | None = None
+        self._waiting: dict[int, tuple[Request, int]] = {}
+
+    def set(self, parts: Sequence[memoryview]) -> None:
+        self.now = self._fitting(parts)
+
+    def offer(self, worker: int, parts: Sequence[memoryview], leaving: bool) -> None:
+        if leaving:
+            self._leaving.add(worker)
+        if parts:
+            self._offered[worker] = self._fitting(parts)
+
+    def counted(self, worker: int, version: int | None) -> None:
+        """A worker's gradients count; `version` is the model's where they made a new one."""
+        if version is None:
+            return
+        for given in self._offered.values():
+            self.now = given
+        self._offered.clear()
+        if self._leaving and self._since is None:
+            self._since = version
+
+    def leaving(self, version: int) -> bool:
+        return self._since is not None and version >= self._since
+
+    def ask(self, worker: int, request: Request, steps: int) -> None:
+        self._waiting[worker] = request, steps
+
+    def give_up(self, worker: int, why: str) -> None:
+        if worker in self._waiting:
+            self._waiting.pop(worker)[0].refuse(why)
+
+    def answer(self, may: Callable[[int, int], bool]) -> None:
+        for worker, (request, steps) in list(self._waiting.items()):
+            if may(worker, steps):
+                del self._waiting[worker]
+                request.reply([self.now])
+
+    def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
+        (given,) = parts
+        if len(given) != self.nbytes:
+            raise ValueError(f"buffers of {len(given)} bytes where there are {self.nbytes}")
+        return memoryview(bytes(given))
