@@ -36,11 +36,11 @@ WAYS += ["qsgd(levels=7)", "qsgd", "topk(ratio=0.01)", "topk(ratio=0.01, sampled
 COMPILED = ("int8", "sign", "onebit", "qsgd")
 
 
-def encoder(text: str, x: Tensor, spec: Spec, out: Tensor, owed: Tensor | None = None) -> Callable[[], Any]:
+def encoder(text: str, x: Tensor, spec: Spec, out: Tensor, residual: Tensor | None = None) -> Callable[[], Any]:
     """Everything up to the last collective."""
     compression: Any = Strategy.parse(text).compression
     ctx, state = Context(step=0, rank=0, workers=1), State()
-    piece = Piece(spec, x, out, owed)
+    piece = Piece(spec, x, out, residual)
     loopback.run([compression.exchange(Bucket((piece,)), state, ctx)])
     rounds = len(compression.rounds([spec], 1))
 
@@ -130,12 +130,12 @@ def main() -> None:
     spec = Spec("weight", (args.rows or side, args.columns or side))
     device = torch.device("cuda" if args.gpu else "cpu")
     x = torch.randn(spec.numel, device=device, generator=torch.Generator(device).manual_seed(0))
-    other, owed = torch.zeros_like(x), torch.zeros_like(x)
+    other, residual = torch.zeros_like(x), torch.zeros_like(x)
     ways: dict[str, Callable[[], Any]] = {"copy": lambda: other.copy_(x), "read (the limit)": x.sum}
     for text in args.ways:
         ways[f"{text}, encode"] = encoder(text, x, spec, other)
         if Strategy.parse(text).compression.approximates:
-            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, other, owed)
+            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, other, residual)
             ways[f"{text}, feedback"] = encoder(f"error_feedback({text})", x, spec, other)
         opened = decoder(text, x, spec, other)
         if opened is not None:

@@ -40,17 +40,17 @@ def sometimes(look: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
     return lambda self, *args: look(self, *args) if awake(self.step) else otherwise
 
 
-def begin(self: guard.Guard, step: int) -> None:
+def begin(self: guard.StepStatus, step: int) -> None:
     spent["steps"] += awake(step)
     guard.hashed = _hashed if awake(step) else lambda _: 0
     _begin(self, step)
 
 
-_hashed, _begin = timed(guard.hashed), guard.Guard.begin
-guard.Guard.begin = begin  # type: ignore[method-assign]
+_hashed, _begin = timed(guard.hashed), guard.StepStatus.begin
+guard.StepStatus.begin = begin  # type: ignore[method-assign]
 guard.HASH_EVERY = BLOCK  # five times as often as usual, and only when awake
-guard.Guard.given = sometimes(guard.Guard.given, None)  # type: ignore[method-assign]
-guard.Guard.arrived = sometimes(guard.Guard.arrived, True)  # type: ignore[method-assign]
+guard.StepStatus.given = sometimes(guard.StepStatus.given, None)  # type: ignore[method-assign]
+guard.StepStatus.arrived = sometimes(guard.StepStatus.arrived, True)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0" and "GUARD_TIMES" in os.environ:

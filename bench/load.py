@@ -25,9 +25,9 @@ from torch import nn
 
 from weft.compression.dense import Dense
 from weft.ops import Spec
-from weft.runtime.server.bundle_state import Kept
-from weft.runtime.server.client import Servers
-from weft.runtime.server.service import ParameterServer
+from weft.runtime.server.bundle_state import BundleState
+from weft.runtime.server.client import ServerClient
+from weft.runtime.server.service import ShardService
 from weft.synchrony.asp import Asp
 from weft.topology._shards import Range
 from weft.transport.messaging import Client, Key
@@ -36,12 +36,12 @@ from weft.transport.messaging import Client, Key
 def serve(tell: Any, file: Path, workers: int, values: int, encrypted: bool) -> None:
     torch.set_num_threads(1)
     part = nn.Parameter(torch.zeros(values))
-    server = ParameterServer(
+    server = ShardService(
         ("127.0.0.1", 0),
         Key.read(file),
         synchrony=Asp(),
         compression=Dense(),
-        kept=[Kept([Spec("part", (values,))], [part], torch.optim.SGD([part], lr=0.1))],
+        kept=[BundleState([Spec("part", (values,))], [part], torch.optim.SGD([part], lr=0.1))],
         workers=workers,
         encrypted=encrypted,
     )
@@ -69,7 +69,7 @@ def load(
         try:
             links = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
             specs = {name: Spec(name, (values,)) for name in names}
-            asking = Servers(rank, links, bundles, specs, Dense())
+            asking = ServerClient(rank, links, bundles, specs, Dense())
             model = {name: torch.zeros(values) for name in names}
             grads = {name: torch.ones(values) for name in names}
             _, started = asking.join(60)

@@ -80,7 +80,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class Measured:
     """What the first steps have shown about a model and its links, the same on every worker."""
 
     ready_s: dict[str, float]
@@ -93,11 +93,11 @@ class Seen:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Seen:
+    def read(cls, path: Path) -> Measured:
         return _read(cls.of, path, "remove it, and it will be measured again")
 
     @classmethod
-    def of(cls, table: dict[str, Any]) -> Seen:
+    def of(cls, table: dict[str, Any]) -> Measured:
         points = tuple((int(size), float(seconds)) for size, seconds in table["cost"]["points"])
         ready_s = {str(name): float(seconds) for name, seconds in table["ready_s"].items()}
         return cls(ready_s=ready_s, cost=Cost(points=points), fill_s=float(table["fill_s"]))

@@ -116,10 +116,10 @@ class Strategy:
         return hashlib.sha256(str(self).encode()).hexdigest()[:8]
 
     @property
-    def forgoes(self) -> bool:
+    def survives_worker_loss(self) -> bool:
         """Whether the others go on where a worker is lost."""
-        servers, teams = self.topology.homes(1), self.topology.teams(1)
-        return bool(servers) and not teams and not self.synchrony.everyone
+        servers, worker_groups = self.topology.server_hosts(1), self.topology.worker_groups(1)
+        return bool(servers) and not worker_groups and not self.synchrony.lockstep
 
     def check(self) -> Strategy:
         """Itself where legal; else the first conflict is raised, with its remedy."""
@@ -133,7 +133,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
     synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
     if strategy.optimization.accrues:
         yield from _accruing(strategy)
-    if topology.everyone and not synchrony.everyone:
+    if topology.collective and not synchrony.lockstep:
         yield Conflict(
             str(synchrony),
             str(topology),
@@ -142,10 +142,10 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
         )
     if topology.shares_memory:
         yield from _sharing_memory(strategy)
-    if topology.homes(1):
+    if topology.server_hosts(1):
         yield from _with_servers(strategy)
     for outer, inner in nested(compression):
-        if outer.keeps_account and any(layer.keeps_account for layer in wrapped(inner)):
+        if outer.tracks_residual and any(layer.tracks_residual for layer in wrapped(inner)):
             yield Conflict(
                 str(outer),
                 str(inner),
@@ -159,14 +159,14 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
                 why=f"{inner.name} takes the {inner.claims[0]} over for all parameters, and {outer.name} hands it some",
                 instead=f"'{inner}' alone",
             )
-        if outer.keeps_account and inner.lossless:
+        if outer.tracks_residual and inner.lossless:
             yield Conflict(
                 str(outer),
                 str(inner),
                 why=f"{inner.name} sends everything, so nothing is ever owed",
                 instead=f"'{inner}' alone, or error_feedback(topk)",
             )
-        if outer.keeps_account and not inner.approximates:
+        if outer.tracks_residual and not inner.approximates:
             yield Conflict(
                 str(outer),
                 str(inner),
@@ -178,7 +178,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
 def _accruing(strategy: Strategy) -> Iterator[Conflict]:
     """Who goes on with a copy needs servers that have the model, and says only now and then how far it is."""
     optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
-    served = topology if topology.homes(1) else "parameter_server"
+    served = topology if topology.server_hosts(1) else "parameter_server"
     if served is not topology:
         yield Conflict(
             str(optimization),
@@ -224,7 +224,7 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{schedule.name} merges by what sums take, and with servers each parameter comes and goes by itself",
             instead=f"'{strategy.synchrony} / {topology} / priority'",
         )
-    if topology.teams(1):
+    if topology.worker_groups(1):
         yield from _with_proxies(strategy)
     if compression.claims:
         yield Conflict(

@@ -40,11 +40,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-def coded(compression: Any, x: Tensor, width: int, owed: Tensor | None, behind: bool, fast: Any) -> Tensor:
+def coded(compression: Any, x: Tensor, width: int, residual: Tensor | None, pending: bool, fast: Any) -> Tensor:
     code = torch.zeros(compression.size(x.numel(), width), dtype=torch.uint8, device=x.device)
-    if behind and owed is not None and not fast.fast:
-        x, behind = owed.add_(x), False
-    compression.encode(x, code, width, 77, owed, behind)
+    if pending and residual is not None and not fast.fast:
+        x, pending = residual.add_(x), False
+    compression.encode(x, code, width, 77, residual, pending)
     return code
 
 
@@ -54,7 +54,7 @@ MORE = ["qsgd(levels=7)", "qsgd(levels=127, bucket=64)", "int8(block=8)", "int8(
 @pytest.mark.parametrize("text", [*CODED, *MORE])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "with what was owed"])
-def test_codes_are_those_of_plain_paths(text: str, kind: str, behind: bool, fast: Any) -> None:
+def test_codes_are_those_of_plain_paths(text: str, kind: str, pending: bool, fast: Any) -> None:
     """Decoders give the same bits; encoders differ by a last bit at most, where they add up in another order."""
     compression = of(text)
     for count, width in ((1, 1), (7, 7), (64, 8), (1029 * 3, 1029), (5000, 50), (2 * 17001, 17001)):
@@ -63,10 +63,15 @@ def test_codes_are_those_of_plain_paths(text: str, kind: str, behind: bool, fast
         found = []
         for fast.fast in (True, False):
             device = DEVICE if fast.fast else "cpu"
-            owed = before.clone().to(device) if behind else torch.zeros(count, device=device)
-            found.append((coded(compression, x.clone().to(device), width, owed, behind, fast).cpu(), owed.cpu()))
-        (code, owed), (plain_code, plain_owed) = found
-        due = before + x if behind else x
+            residual = before.clone().to(device) if pending else torch.zeros(count, device=device)
+            found.append(
+                (
+                    coded(compression, x.clone().to(device), width, residual, pending, fast).cpu(),
+                    residual.cpu(),
+                )
+            )
+        (code, residual), (plain_code, plain_owed) = found
+        due = before + x if pending else x
         outs = []
         for fast.fast, add in itertools.product((True, False), repeat=2):
             device = DEVICE if fast.fast else "cpu"
@@ -74,9 +79,9 @@ def test_codes_are_those_of_plain_paths(text: str, kind: str, behind: bool, fast
             compression.decode(code.to(device), out, width, add)
             outs.append(out.cpu())
         assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
-        assert torch.equal(owed, due - outs[1])
+        assert torch.equal(residual, due - outs[1])
         size = float(due.abs().max()) + 1e-37
-        assert float((owed - plain_owed).abs().max()) <= 1e-5 * size or not torch.equal(code, plain_code)
+        assert float((residual - plain_owed).abs().max()) <= 1e-5 * size or not torch.equal(code, plain_code)
         differing = int((code != plain_code).sum())
         assert differing <= 0.02 * code.numel() + 16 * -(-count // 8)
 
@@ -102,11 +107,11 @@ def test_sampling_sends_about_as_many() -> None:
 def test_thin_matrices(rank: int, fast: Any) -> None:
     for shape in ((70, 40), (600, 530), (33, 1100)):
         random = torch.Generator().manual_seed(rank)
-        x, owed = torch.randn(shape, generator=random), torch.randn(shape, generator=random)
+        x, residual = torch.randn(shape, generator=random), torch.randn(shape, generator=random)
         outcomes = []
         for fast.fast in (True, False):
             device = DEVICE if fast.fast else "cpu"
-            state: State = {"p": {"owed": owed.reshape(-1).clone().to(device)}}
+            state: State = {"p": {"residual": residual.reshape(-1).clone().to(device)}}
             for step in range(2):
                 grad = x.reshape(-1).clone().to(device)
                 piece = Piece(Spec("p", shape), grad, grad)
@@ -114,7 +119,7 @@ def test_thin_matrices(rank: int, fast: Any) -> None:
                     Bucket((piece,)), state, Context(step=step, rank=0, workers=1)
                 )
                 loopback.run([flow])
-            outcomes.append((piece.mean.cpu(), state["p"]["owed"].cpu()))
+            outcomes.append((piece.mean.cpu(), state["p"]["residual"].cpu()))
         for ours, plain in zip(*outcomes, strict=True):
             assert torch.allclose(ours, plain, atol=1e-3)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
-from weft.runtime.engine.engine import _Passage
-from weft.runtime.engine.lazy_parameter import Late
+from weft.runtime.engine.engine import BucketExchange
+from weft.runtime.engine.lazy_parameter import LazyParameter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -29,13 +29,13 @@ def train(slow: bool) -> tuple[list[list[float]], int]:
     `slow`: every mean comes late on the engine's stream, so that an update which does not wait uses local gradients.
     """
     if slow:
-        start = _Passage.start
+        start = BucketExchange.start
 
-        def late_start(self: _Passage) -> None:
+        def late_start(self: BucketExchange) -> None:
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             start(self)
 
-        _Passage.start = late_start  # type: ignore[method-assign]
+        BucketExchange.start = late_start  # type: ignore[method-assign]
     run = weft.init(steps=STEPS)
     torch.manual_seed(1)
     layers: list[nn.Module] = []
@@ -51,7 +51,7 @@ def train(slow: bool) -> tuple[list[list[float]], int]:
     deferred = 0
     for x in run.shard(data):
         sums.append([])
-        deferred += any(type(p) is Late for p in model.parameters())
+        deferred += any(type(p) is LazyParameter for p in model.parameters())
         loss = model(x.to(run.device)).square().mean()
         loss.backward()
         optimizer.step()

@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime.server.gpu_client import Pinned
+from weft.runtime.server.gpu_client import GpuServerClient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -21,14 +21,14 @@ STEPS = 8
 def train(slow: bool = False, spoiled: bool = False) -> tuple[list[float], list[float]]:
     """Losses of each step, and the model in the end. `slow`: every copy to the host comes late on its stream."""
     if slow:
-        copied = Pinned._copied
+        copied = GpuServerClient._copied
 
-        def late(self: Pinned, pairs: Any) -> torch.cuda.Event:
+        def late(self: GpuServerClient, pairs: Any) -> torch.cuda.Event:
             with torch.cuda.stream(self._stream):
                 torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             return copied(self, pairs)
 
-        Pinned._copied = late  # type: ignore[method-assign]
+        GpuServerClient._copied = late  # type: ignore[method-assign]
     run = weft.init(steps=STEPS)
     torch.manual_seed(3)
     layers = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)]

@@ -18,7 +18,7 @@ import pytest
 
 from weft.lab.cluster import Cluster
 from weft.runtime.launch.launcher import Launch, _seat
-from weft.runtime.launch.rendezvous import TOLD, Desk, reach, take_seat
+from weft.runtime.launch.rendezvous import TOLD, Rendezvous, reach, take_assignment
 from weft.runtime.record.run_folder import events
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
@@ -167,12 +167,12 @@ def test_a_seat_sets_known_variables_only(tmp_path: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "WEFT_WORKERS": "1", "WEFT_CLI_STRATEGY": "asp / parameter_server"}
     seat = {"job": str(tmp_path / "job.py"), "args": [], "env": env | {"WEFT_PATH": str(tmp_path / "evil")}}
     key = Key.read(tmp_path / "key")
-    desk = Desk(("127.0.0.1", 0), key, encrypted=True, vacant=[0], seat=lambda rank: seat)
+    rendezvous = Rendezvous(("127.0.0.1", 0), key, encrypted=True, vacant=[0], seat=lambda rank: seat)
     try:
-        joining = here(tmp_path, *WEFT, "join", "{}:{}".format(*desk.address), "--key-file", "key")
+        joining = here(tmp_path, *WEFT, "join", "{}:{}".format(*rendezvous.address), "--key-file", "key")
         said, _ = joining.communicate(timeout=60)
     finally:
-        desk.close()
+        rendezvous.close()
     assert joining.returncode == 2 and "WEFT_PATH" in said and len(said.strip().splitlines()) == 1, said
     assert not (tmp_path / "proof").exists()
 
@@ -180,17 +180,19 @@ def test_a_seat_sets_known_variables_only(tmp_path: Path) -> None:
 def test_two_hosts_with_long_names_are_two(tmp_path: Path) -> None:
     key, said = Key.make(tmp_path / "key"), list[str]()
     seat = {"job": "job.py", "args": [], "env": {"RANK": "0", "WEFT_CLI_STRATEGY": "asp / parameter_server"}}
-    desk = Desk(("127.0.0.1", 0), key, encrypted=False, vacant=[0, 1], seat=lambda rank: seat, said=said.append)
-    at = "{}:{}".format(*desk.address)
+    rendezvous = Rendezvous(
+        ("127.0.0.1", 0), key, encrypted=False, vacant=[0, 1], seat=lambda rank: seat, said=said.append
+    )
+    at = "{}:{}".format(*rendezvous.address)
     joined = [reach(at, key, f"{'host' * 20}, process {number}", encrypted=False) for number in (1, 2)]
     for each in joined:
-        take_seat(each, 10)
+        take_assignment(each, 10)
     for each in joined:
         each.close()
     until = time.monotonic() + 10
     while len(said) < 4 and time.monotonic() < until:
         time.sleep(0.02)
-    desk.close()
+    rendezvous.close()
     assert sum("left" in text for text in said) == 2
 
 

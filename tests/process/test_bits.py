@@ -21,7 +21,7 @@ import weft
 from tests.process.harness import spawn
 from weft.compression import _coded
 from weft.ops import Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 from weft.strategy import Strategy
@@ -219,7 +219,7 @@ class DdpLayout(Schedule):
 
     groups: tuple[tuple[str, ...], ...]
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         by_name = {spec.name: spec for spec in specs}
         return wave([[by_name[name] for name in group] for group in self.groups], rounds)
 

@@ -19,7 +19,9 @@ from weft.transport import loopback
 from weft.transport.collective import Processes, Wire
 
 TOPOLOGIES: dict[str, Any] = {
-    name: make(kind, {}) for name, kind in catalogue("topology").items() if issubclass(kind, Topology) and kind.everyone
+    name: make(kind, {})
+    for name, kind in catalogue("topology").items()
+    if issubclass(kind, Topology) and kind.collective
 }
 LAYOUTS = ((4, 4), (5, 2), (5, 3), (3, 1), (4, 3))
 """(workers, processes)."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.process.test_servers import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
-from weft.runtime.loop.logical_workers import Slots
-from weft.runtime.server.client import Servers
-from weft.runtime.server.prefetch import Eager
+from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.server.client import ServerClient
+from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import keep
-from weft.runtime.server.service import Loss, ParameterServer
+from weft.runtime.server.service import Loss, ShardService
 from weft.strategy import Strategy
 from weft.transport.messaging import Client, Key, Refused
 
@@ -32,8 +32,8 @@ class Worker:
         model = build()
         self.model = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
         client = Client(address, key, f"worker {rank}", retry_s=WAIT_S)
-        self.asking = Servers(rank, [client], divided(model, 1, how), named_specs(model), how.compression)
-        self.eager = Eager(self.asking, how.synchrony, self.model, Slots(nn.Module(), 2), WAIT_S)
+        self.asking = ServerClient(rank, [client], divided(model, 1, how), named_specs(model), how.compression)
+        self.eager = Prefetcher(self.asking, how.synchrony, self.model, BufferSlots(nn.Module(), 2), WAIT_S)
         if not self.asking.join(WAIT_S)[1]:
             self.asking.start(self.model, {}, (), WAIT_S)
         self.asking.pull(self.model).wait(WAIT_S)
@@ -84,13 +84,11 @@ START = [p.detach().reshape(-1) for p in build().parameters()]
 
 
 @contextmanager
-def one_server(
-    how: Strategy, lost: Callable[[Loss], None] = lambda loss: None
-) -> Iterator[tuple[ParameterServer, Key]]:
+def one_server(how: Strategy, lost: Callable[[Loss], None] = lambda loss: None) -> Iterator[tuple[ShardService, Key]]:
     """For two workers, in this process."""
     key, model = Key.fresh(), build()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    server = ParameterServer(
+    server = ShardService(
         ("127.0.0.1", 0),
         key,
         synchrony=how.synchrony,
@@ -122,11 +120,11 @@ def test_an_eager_worker_goes_on_with_what_it_has_as_long_as_it_may() -> None:
             who.eager.refresh()
             assert who.moved() == 6
         late = {(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
-        assert server.tally.staleness == dict.fromkeys(late, len(server.bundles))
+        assert server.statistics.staleness == dict.fromkeys(late, len(server.bundles))
         fast.step()
         fast.eager.refresh()
-        assert server.tally.staleness[0, 0] == 2 * len(server.bundles)
-        assert server.tally.waits_s[0, 1] > 0
+        assert server.statistics.staleness[0, 0] == 2 * len(server.bundles)
+        assert server.statistics.waits_s[0, 1] > 0
         for each in (fast, slow):
             each.asking.leave(WAIT_S)
         assert server.over.wait(WAIT_S)
@@ -206,7 +204,7 @@ def test_a_refused_push_is_said_to_who_waits_for_what_is_sent() -> None:
     how = Strategy.parse("essp(slack=0)")
     with one_server(how) as (server, key):
         worker = Worker(0, server.address, key, how)
-        worker.asking.ways[-1].about[:8] = (99).to_bytes(8, "big")
+        worker.asking.routes[-1].about[:8] = (99).to_bytes(8, "big")
         with pytest.raises(Refused, match="version 99, which worker 0 was not given"):
             worker.step()
         worker.asking.close()

@@ -35,7 +35,7 @@ from tests.process.test_bits import (
     model_with_dice,
 )
 from weft.compression import _coded
-from weft.profile import Cost, Seen
+from weft.profile import Cost, Measured
 from weft.runtime.checks import step_status as guard
 from weft.store.checkpoint import found_in, newest
 
@@ -93,7 +93,7 @@ def prepared(folder: Path) -> Path:
     folder.mkdir(parents=True)
     model = model_with_dice()
     ready = {name: 0.001 * at for at, (name, _) in enumerate(reversed(list(model.named_parameters())))}
-    seen = Seen(ready_s=ready, cost=Cost(points=((1024, 0.0004), (65536, 0.001))), fill_s=1e-9)
+    seen = Measured(ready_s=ready, cost=Cost(points=((1024, 0.0004), (65536, 0.001))), fill_s=1e-9)
     (folder / "seen.json").write_text(json.dumps(asdict(seen)))
     return folder
 

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime.engine import calibration as lessons
+from weft.runtime.engine import calibration as calibration
 
 WORKERS = 4
 STEPS = 6
@@ -106,7 +106,7 @@ def child(loop: Callable[[Any], dict[str, Any]], strategies: Sequence[str]) -> l
     store, outcomes = os.environ["WEFT_STORE"], []
     for strategy in strategies:
         os.environ["WEFT_STORE"] = f"{store}-{len(outcomes)}"
-        lessons.STEPS = 0  # schedules that learn from the first steps go by what the very first one shows
+        calibration.STEPS = 0  # schedules that learn from the first steps go by what the very first one shows
         run = Told(weft.init(strategy))
         outcomes.append((loop(run), run.losses))
         run.run.close()

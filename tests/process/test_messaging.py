@@ -221,15 +221,15 @@ def test_a_certificate_does_not_depend_on_a_hosts_clock(key: Key) -> None:
 def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.2, called from 127.0.0.1, stands for another machine."""
     monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
-    with serving(Ledger(), key, encrypted=True, even_here=False) as server:
+    with serving(Ledger(), key, encrypted=True, encrypt_loopback=False) as server:
         for options in ({"encrypted": True, "even_here": False}, {"encrypted": False}):
             asker = Client(server.address, key, "worker 0", **options)  # type: ignore[arg-type]
             assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
             asker.close()
         with pytest.raises(PeerLost):
             Client(server.address, key, "worker 1", encrypted=True, retry_s=1.0).ask(ECHO).wait(WAIT_S)
-    far = Server(("127.0.0.2", 0), key, Ledger().handle, encrypted=True, even_here=False)
-    asker = Client(far.address, key, "worker 0", encrypted=True, even_here=False)
+    far = Server(("127.0.0.2", 0), key, Ledger().handle, encrypted=True, encrypt_loopback=False)
+    asker = Client(far.address, key, "worker 0", encrypted=True, encrypt_loopback=False)
     assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
     asker.close()
     with pytest.raises(PeerLost):
@@ -299,7 +299,7 @@ def test_one_link_leaves_others_their_turn() -> None:
             self.sock.close()
 
     class Nobody:
-        most_bytes = 0
+        max_frame_bytes = 0
 
         def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
             return []
@@ -405,7 +405,7 @@ def test_what_was_asked_before_its_reply_was_forgotten_does_not_count_again(
 def test_more_than_a_window_at_once_is_slowed_and_not_lost(key: Key) -> None:
     """A server that has not answered yet leaves the rest in the network; its memory is bounded by that."""
     held: list[Request] = []
-    server = Server(HERE, key, held.append, most_bytes=1 << 20)
+    server = Server(HERE, key, held.append, max_frame_bytes=1 << 20)
     asker = Client(server.address, key, "worker 0")
     data = view(bytes(100_000))
     open_ = [asker.ask(ECHO, [data], once=True) for _ in range(600)]
@@ -594,7 +594,7 @@ def junk(rng: random.Random, counted: list[bytes]) -> bytes:
 def test_strangers_change_nothing(key: Key) -> None:
     """Without the key nothing is even read as a frame: each connection ends at the hello."""
     rng, ledger = random.Random(3), Ledger(1000)
-    with serving(ledger, key, most_bytes=1 << 20) as server:
+    with serving(ledger, key, max_frame_bytes=1 << 20) as server:
         before, memory, sent = ledger.hash, memory_bytes(), 0
         while sent < FRAMES:
             with suppress(OSError), socket.create_connection(server.address, timeout=WAIT_S) as sock:
@@ -611,7 +611,7 @@ def test_strangers_change_nothing(key: Key) -> None:
 def test_liars_with_the_key_break_only_their_own_links(key: Key) -> None:
     """With the key odd frames end a link, replays count once, and the server lives."""
     rng, ledger = random.Random(4), Ledger(1000)
-    with serving(ledger, key, most_bytes=1 << 20) as server:
+    with serving(ledger, key, max_frame_bytes=1 << 20) as server:
         memory, sent, number = memory_bytes(), 0, 0
         while sent < FRAMES:
             stream = client_module.call(server.address, client_module.Guest(b"liar" * 4, "liar"), key, None, WAIT_S)

@@ -51,6 +51,6 @@ def judged(model: nn.Module) -> float:
 @pytest.mark.parametrize("strategy", BY_STRATEGY, ids=BY_STRATEGY.values())
 def test_a_preset_trains(strategy: str) -> None:
     (before, after, weights), (_, _, others) = spawn(2, train, WEFT_STRATEGY=strategy)
-    synchronous = Strategy.parse(strategy).synchrony.everyone
+    synchronous = Strategy.parse(strategy).synchrony.lockstep
     assert weights == others or not synchronous
     assert after < before

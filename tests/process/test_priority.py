@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import weft
 from tests.process.harness import spawn
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.runtime.engine.engine import Engine
-from weft.runtime.engine.lazy_parameter import Late, arrive, delay
+from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
 
 PRIORITY = "bsp / direct / priority(partition=512B, credit=2KiB, least=64B)"
 PLAIN = "bsp / direct / wfbp"
@@ -56,7 +56,7 @@ def watched(steps: int, delays: bool) -> list[list[float]]:
     late = 0
     for x, y in run.shard(data):
         sums.append([])
-        late += any(type(p) is Late for p in model.parameters())
+        late += any(type(p) is LazyParameter for p in model.parameters())
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
@@ -224,7 +224,7 @@ def whole_step(kind: str) -> tuple[Any, list[str], bool]:
     late = False
     for x, y in run.shard(data):
         nn.functional.mse_loss(model(x), y).backward()
-        late = late or any(type(p) is Late for p in model.parameters())
+        late = late or any(type(p) is LazyParameter for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict(), said, late
@@ -264,7 +264,7 @@ def test_what_the_first_steps_show_is_agreed_on_and_replayed(schedule: str, tmp_
     assert (tmp_path / "seen.json").exists()
     again = spawn(2, learning, str(tmp_path), WEFT_STRATEGY=strategy)
     assert all(first == last == one for first, last in again), "a run that goes on starts with what was learnt"
-    seen = Seen.read(tmp_path / "seen.json")
+    seen = Measured.read(tmp_path / "seen.json")
     assert list(seen.ready_s.values()) == sorted(seen.ready_s.values())
     assert len(seen.cost.points) > 2
 
@@ -274,15 +274,15 @@ def test_what_the_first_steps_show_is_agreed_on_and_replayed(schedule: str, tmp_
 
 def test_a_late_parameter_tells_what_it_is_without_waiting() -> None:
     param = nn.Parameter(torch.zeros(2, 3))
-    touches: list[Late] = []
+    touches: list[LazyParameter] = []
 
-    def touched(late: Late) -> None:
+    def touched(late: LazyParameter) -> None:
         touches.append(late)
-        arrive(late)
+        make_ready(late)
 
-    delay(param, touched)
+    make_lazy(param, touched)
     assert isinstance(param, nn.Parameter) and param.shape == (2, 3) and param.requires_grad and param.numel() == 6
     assert {param: 1}[param] == 1 and not touches
     assert param.grad is None and len(touches) == 1 and type(param) is nn.Parameter
-    delay(param, touched)
+    make_lazy(param, touched)
     assert nn.functional.linear(torch.ones(1, 3), param).sum() == 0 and len(touches) == 2

@@ -15,10 +15,10 @@ from tests.pure.test_fuzz_wire import damaged, every, resized
 from weft.compression import Compressor, Context, Piece
 from weft.errors import LoopError
 from weft.ops import Spec
-from weft.runtime.server.bundle_state import Kept
-from weft.runtime.server.client import Servers
+from weft.runtime.server.bundle_state import BundleState
+from weft.runtime.server.client import ServerClient
 from weft.runtime.server.compressed_push import said
-from weft.runtime.server.service import ParameterServer
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Range
 from weft.transport.mesh import raw
@@ -33,16 +33,16 @@ FRAMES = 30
 def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "weft.runtime.server.service")
     part, key = nn.Parameter(torch.zeros(SPEC.shape)), Key.fresh()
-    server = ParameterServer(
+    server = ShardService(
         ("127.0.0.1", 0),
         key,
         synchrony=Strategy.parse("asp").synchrony,
         compression=compression,
-        kept=[Kept([SPEC], [part], torch.optim.SGD([part], lr=0.1))],
+        kept=[BundleState([SPEC], [part], torch.optim.SGD([part], lr=0.1))],
         workers=1,
     )
     client = Client(server.address, key, "liar")
-    me = Servers(0, [client], [[(Range("w", 0, SPEC.numel),)]], {"w": SPEC}, compression)
+    me = ServerClient(0, [client], [[(Range("w", 0, SPEC.numel),)]], {"w": SPEC}, compression)
     me.join(WAIT_S)
     me.start({"w": torch.zeros(SPEC.numel)}, {}, (), WAIT_S)
     grad = torch.randn(SPEC.numel, generator=torch.Generator().manual_seed(3))
@@ -60,7 +60,7 @@ def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest
         me.fetch(WAIT_S)  # one thread serves, so whatever came before counts by now
         before = bytes(raw(part.detach()))
         try:
-            me._push(me.ways[0], [memoryview(word) for word in words], step)
+            me._push(me.routes[0], [memoryview(word) for word in words], step)
             me.pushed(WAIT_S)
         except Refused:
             refused += 1

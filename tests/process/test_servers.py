@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PeerLost
 from weft.ops import Spec
-from weft.runtime.loop.logical_workers import Slots
-from weft.runtime.server.bundle_state import Kept, hyper
-from weft.runtime.server.client import Servers
+from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.server.bundle_state import BundleState, hyper
+from weft.runtime.server.client import ServerClient
 from weft.runtime.server.compressed_push import said
-from weft.runtime.server.prefetch import Eager
+from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import keep
 from weft.runtime.server.protocol import BEGIN, PUSH, Verb
-from weft.runtime.server.service import Loss, ParameterServer
+from weft.runtime.server.service import Loss, ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles
 from weft.transport.mesh import raw
@@ -91,7 +91,7 @@ def serve(
     model = build()
     optimizer = OPTIMIZERS[kind](model.parameters())
     losses: list[Loss] = []
-    server = ParameterServer(
+    server = ShardService(
         ("127.0.0.1", 0),
         Key.read(file),
         synchrony=how.synchrony,
@@ -103,7 +103,7 @@ def serve(
     )
     tell.send(server.address)
     tell.recv()
-    tell.send(("seen", server.tally.staleness, server.version, len(server.bundles)))
+    tell.send(("seen", server.statistics.staleness, server.version, len(server.bundles)))
     server.close()
 
 
@@ -126,9 +126,11 @@ def work(
     scheduler = schedule(optimizer)
     key = Key.read(file)
     clients = [Client(tuple(each), key, f"worker {rank}", encrypted=encrypted) for each in addresses]
-    asking = Servers(rank, clients, divided(model, len(addresses), how), named_specs(model), how.compression)
+    asking = ServerClient(rank, clients, divided(model, len(addresses), how), named_specs(model), how.compression)
     flat = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
-    eager = Eager(asking, how.synchrony, flat, Slots(nn.Module(), 2), WAIT_S) if how.synchrony.eager else None
+    eager = (
+        Prefetcher(asking, how.synchrony, flat, BufferSlots(nn.Module(), 2), WAIT_S) if how.synchrony.eager else None
+    )
     try:
         step, started = asking.join(WAIT_S)
         if rank == 0 and not started:
@@ -401,28 +403,28 @@ BUNDLES = [[(Range("a", 0, 100),), (Range("b", 0, 7),)]]
 SPECS = {"a": Spec("a", (100,)), "b": Spec("b", (7,))}
 
 
-def lonely(key: Key, how: str = "asp / parameter_server / int8", workers: int = 4, **options: Any) -> ParameterServer:
+def lonely(key: Key, how: str = "asp / parameter_server / int8", workers: int = 4, **options: Any) -> ShardService:
     """A server in this process."""
     torch.manual_seed(3)
     parts = [nn.Parameter(torch.randn(100)), nn.Parameter(torch.randn(7))]
     strategy = Strategy.parse(how)
-    return ParameterServer(
+    return ShardService(
         ("127.0.0.1", 0),
         key,
         synchrony=strategy.synchrony,
         compression=strategy.compression,
         kept=[
-            Kept([Spec("a", (100,))], parts[:1], torch.optim.SGD(parts[:1], lr=0.1)),
-            Kept([Spec("b", (7,))], parts[1:], torch.optim.SGD(parts[1:], lr=0.1)),
+            BundleState([Spec("a", (100,))], parts[:1], torch.optim.SGD(parts[:1], lr=0.1)),
+            BundleState([Spec("b", (7,))], parts[1:], torch.optim.SGD(parts[1:], lr=0.1)),
         ],
         workers=workers,
         **options,
     )
 
 
-def worker_of(server: ParameterServer, key: Key, rank: int = 0) -> Servers:
+def worker_of(server: ShardService, key: Key, rank: int = 0) -> ServerClient:
     """A worker of a `lonely` server."""
-    return Servers(rank, [Client(server.address, key, f"worker {rank}")], BUNDLES, SPECS, server.compression)
+    return ServerClient(rank, [Client(server.address, key, f"worker {rank}")], BUNDLES, SPECS, server.compression)
 
 
 def test_garbage_without_the_key_changes_no_model() -> None:
@@ -473,7 +475,7 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.Lo
     server.close()
 
 
-def alone_with(server: ParameterServer, key: Key) -> tuple[Servers, dict[str, Tensor]]:
+def alone_with(server: ShardService, key: Key) -> tuple[ServerClient, dict[str, Tensor]]:
     """Worker 0, which has joined and read the model, of zeros."""
     worker, model = worker_of(server, key), {"a": torch.zeros(100), "b": torch.zeros(7)}
     if not worker.join(WAIT_S)[1]:
@@ -482,7 +484,7 @@ def alone_with(server: ParameterServer, key: Key) -> tuple[Servers, dict[str, Te
     return worker, model
 
 
-def take_step(worker: Servers, model: dict[str, Tensor], step: int, size: float) -> None:
+def take_step(worker: ServerClient, model: dict[str, Tensor], step: int, size: float) -> None:
     worker.begin(step, 1.0, [{"lr": 1.0}])
     for name, values in model.items():
         worker.push(name, torch.full_like(values, size), step)
@@ -576,7 +578,7 @@ def test_buffers_come_with_the_model_where_a_round_is_waited_for() -> None:
     server.close()
 
 
-def _still_trains(server: ParameterServer, key: Key) -> None:
+def _still_trains(server: ShardService, key: Key) -> None:
     honest = worker_of(server, key)
     model = {"a": torch.randn(100), "b": torch.randn(7)}
     if not honest.join(WAIT_S)[1]:

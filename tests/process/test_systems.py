@@ -248,7 +248,7 @@ class Seen:
         """How far the model has moved in the end, in learning rates, by parameter: the sum of what was applied."""
         return sorted(map(max, zip(*(each["path"][-1] for each in self.workers), strict=True)))
 
-    def owed(self, weight: Callable[[int], float], per_update: int = 1) -> list[float]:
+    def residual(self, weight: Callable[[int], float], per_update: int = 1) -> list[float]:
         """What `moved` is where each contribution counts by how late it was."""
         rows = [sum(count * weight(late) for _, late, count in server["staleness"]) for server in self.servers]
         return sorted(row / per_update for row in rows)
@@ -589,21 +589,21 @@ def essp() -> None:
 def dynsgd() -> None:
     run = constant("dynsgd")
     assert max(run.late()) > 0
-    assert run.moved() == pytest.approx(run.owed(lambda late: 1 / (late + 1)))
+    assert run.moved() == pytest.approx(run.residual(lambda late: 1 / (late + 1)))
 
 
 @row
 def n_softsync() -> None:
     run = constant("n_softsync", 4)
     assert [server["updates"] for server in run.servers] == [24, 24]  # two of four workers' 48 contributions make one
-    assert run.moved() == pytest.approx(run.owed(lambda late: 1 / (late + 1), per_update=2))
+    assert run.moved() == pytest.approx(run.residual(lambda late: 1 / (late + 1), per_update=2))
 
 
 @row
 def dc_asgd() -> None:
     run = constant("dc_asgd")
     assert max(run.late()) > 0
-    assert run.moved() == pytest.approx(run.owed(lambda late: 1 - 0.04 * RATE * late), rel=1e-3)
+    assert run.moved() == pytest.approx(run.residual(lambda late: 1 - 0.04 * RATE * late), rel=1e-3)
     assert run.moved()[0] < 24 * (1 - 1e-3)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from weft.ops import Round, Spec, Sum
-from weft.profile import Cost, Seen
-from weft.runtime.engine.issue_order import Book
+from weft.profile import Cost, Measured
+from weft.runtime.engine.issue_order import IssueOrder
 from weft.schedule import Slot, Timetable
 from weft.schedule.priority import Priority
 
@@ -21,7 +21,7 @@ LAYERS = 7
 def timetable(draw: random.Random, rounds: int) -> Timetable:
     specs = [Spec(f"p{at}", (draw.randint(1, 3000),)) for at in range(LAYERS)]
     ready = itertools.accumulate(draw.random() for _ in specs)
-    seen = Seen(
+    seen = Measured(
         ready_s={s.name: at for s, at in zip(specs, ready, strict=True)}, cost=Cost(points=((0, 0.1), (999, 0.2)))
     )
 
@@ -33,7 +33,7 @@ def timetable(draw: random.Random, rounds: int) -> Timetable:
 
 def step(table: Timetable, draw: random.Random) -> tuple[dict[Slot, tuple[float, float]], list[float], list[float]]:
     """One step, by events: when each slot was on the wire, when each gate opened, when each layer's update was done."""
-    book = Book(table)
+    book = IssueOrder(table)
     count = len(table.buckets)
     gates = list(itertools.accumulate(draw.expovariate(1.0) for _ in range(count)))
     events: list[tuple[float, int, Slot | int]] = [(at, bucket, bucket) for bucket, at in enumerate(gates)]

@@ -180,8 +180,8 @@ def test_feedback_works_on_both_sides(text: str, path: str) -> None:
         for spec in LARGE:
             got[spec.name] += means[spec.name].double()
     for spec in LARGE:
-        owed = sum(state[spec.name]["owed"].double() for state in crowd.states)
-        assert torch.allclose(given[spec.name], got[spec.name] + owed, rtol=0, atol=1e-5)
+        residual = sum(state[spec.name]["residual"].double() for state in crowd.states)
+        assert torch.allclose(given[spec.name], got[spec.name] + residual, rtol=0, atol=1e-5)
 
 
 def test_most_workers_decide() -> None:
@@ -211,10 +211,10 @@ def test_fast_paths_do_what_plain_ones_do(text: str, kind: str, monkeypatch: pyt
             with monkeypatch.context() as patch:
                 if not fast:
                     patch.setattr(kernels, "of", lambda tensor: None)
-                code, owed = torch.zeros(compression.size(count, width), dtype=torch.uint8), torch.zeros(count)
-                compression.encode(x, code, width, 77, owed)
-            found.append((code, owed))
-        (code, owed), (plain_code, plain_owed) = found
+                code, residual = torch.zeros(compression.size(count, width), dtype=torch.uint8), torch.zeros(count)
+                compression.encode(x, code, width, 77, residual)
+            found.append((code, residual))
+        (code, residual), (plain_code, plain_owed) = found
         outs = []
         for fast, add in itertools.product((True, False), repeat=2):
             with monkeypatch.context() as patch:
@@ -224,9 +224,9 @@ def test_fast_paths_do_what_plain_ones_do(text: str, kind: str, monkeypatch: pyt
                 compression.decode(code, out, width, add)
                 outs.append(out)
         assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
-        assert torch.equal(outs[1], x) or torch.equal(owed, x - outs[1])
+        assert torch.equal(outs[1], x) or torch.equal(residual, x - outs[1])
         size = float(x.abs().max()) + 1e-37
-        assert float((owed - plain_owed).abs().max()) <= 1e-6 * size or not torch.equal(code, plain_code)
+        assert float((residual - plain_owed).abs().max()) <= 1e-6 * size or not torch.equal(code, plain_code)
         differing = int((code != plain_code).sum())
         assert differing <= 0.02 * code.numel() + 16 * -(-count // 8)
 
@@ -302,7 +302,9 @@ def test_deep_gradient_compression_is_the_papers_recurrence(warmup: int) -> None
             u[r][mask], v[r][mask] = 0.0, 0.0
         sizes.append(k)
         assert all(torch.allclose(piece.mean, mean, atol=1e-6) for piece in pieces)
-        assert all(torch.allclose(state["p0"]["owed"], row, atol=1e-6) for state, row in zip(states, v, strict=True))
+        assert all(
+            torch.allclose(state["p0"]["residual"], row, atol=1e-6) for state, row in zip(states, v, strict=True)
+        )
     assert sizes == ([25, 25, 7, 2, 2, 2] if warmup else [2] * 6)
 
 

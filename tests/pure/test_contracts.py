@@ -28,7 +28,7 @@ from weft.topology import Topology
 from weft.topology.direct import Direct
 from weft.transport import loopback, virtual
 
-KINDS = {name: kind for name, kind in catalogue("topology").items() if issubclass(kind, Topology) and kind.everyone}
+KINDS = {name: kind for name, kind in catalogue("topology").items() if issubclass(kind, Topology) and kind.collective}
 TOPOLOGIES: dict[str, Any] = {"bare": None, **{name: make(kind, {}) for name, kind in KINDS.items()}}
 everywhere = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 crowds = pytest.mark.parametrize("workers", [2, 3, 4])
@@ -88,20 +88,20 @@ class Crowd:
     def kept(self, name: str, key: str) -> list[Tensor]:
         return [state[name][key] for state in self.states if key in state.get(name, {})]
 
-    def owed(self, name: str) -> Tensor:
+    def residual(self, name: str) -> Tensor:
         """All that was given and not yet applied: what workers owe, and what owners of parts do."""
         owners = self.kept(name, "owner")
-        return (sum(self.kept(name, "owed")) + (torch.cat(owners) if owners else 0)).view(SHAPES[name])
+        return (sum(self.kept(name, "residual")) + (torch.cat(owners) if owners else 0)).view(SHAPES[name])
 
     def settle(self) -> list[Grads]:
         """Four steps in which nothing is lost: given + owed before = mean + owed after. Returns their means."""
-        owed, history = dict.fromkeys(SHAPES, 0), []
+        residual, history = dict.fromkeys(SHAPES, 0), []
         for step in range(4):
             grads = draw(self.place.workers, seed=step)
             history.append(self.exchange(grads))
             for name in SHAPES:
-                given, owed[name] = sum(grad[name] for grad in grads) + owed[name], self.owed(name)
-                assert close(given, history[-1][name] + owed[name])
+                given, residual[name] = sum(grad[name] for grad in grads) + residual[name], self.residual(name)
+                assert close(given, history[-1][name] + residual[name])
         return history
 
 
@@ -139,7 +139,7 @@ class DcAsgd(Synchrony):
     Their adaptive variant would also need a running mean of g g, but `correct` has no state.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
     lam: float
 
     def may_start(self, me: int, view: View) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from tests.pure.test_store import make, resealed
 from weft.errors import UserError
-from weft.profile import Profile, Seen
+from weft.profile import Measured, Profile
 from weft.runtime.record.run_folder import events, launched, model, summary
 from weft.store import checkpoint, shards
 from weft.store.plain import value
@@ -190,7 +190,7 @@ def fuzz_run_folders(folder: Path, seeds: range) -> None:
         "profile.json": json.dumps({"forward_s": 0.1, "backward": [["w", 0.1]], "optimizer_s": 0.1}),
     }
     readers: list[Callable[[], Any]] = [lambda: launched(folder), lambda: summary(folder), lambda: events(folder)]
-    readers += [lambda: model(folder), lambda: Seen.read(folder / "seen.json")]
+    readers += [lambda: model(folder), lambda: Measured.read(folder / "seen.json")]
     readers += [lambda: Profile.read(folder / "profile.json"), lambda: checkpoint.newest(folder / "checkpoints")]
     for seed in seeds:
         dice = random.Random(seed)

@@ -23,7 +23,7 @@ from weft.compression import Bucket, Compressor, Context, Piece, _coded
 from weft.compression.error_feedback import ErrorFeedback
 from weft.errors import PayloadError
 from weft.ops import All, Op, Payload, Scatter, Spec, Sum, nbytes
-from weft.runtime.server.compressed_push import heard, said
+from weft.runtime.server.compressed_push import decode_push, encode_push
 from weft.transport import loopback
 from weft.transport.collective import pack, unpack
 from weft.transport.mesh import raw
@@ -116,7 +116,7 @@ def test_whatever_is_pushed(compression: Compressor) -> None:
     for spec in specs:
         grad = torch.randn(spec.numel, generator=torch.Generator().manual_seed(1)).to(spec.dtype)
         piece = Piece(spec, grad, torch.empty_like(grad), value=value_of(grad))
-        honest[spec] = [bytes(raw(word)) for word in said(compression, piece, {}, ctx)]
+        honest[spec] = [bytes(raw(word)) for word in encode_push(compression, piece, {}, ctx)]
     refused = 0
     for seed in frames():
         dice = random.Random(f"{compression}/{seed}")
@@ -126,7 +126,7 @@ def test_whatever_is_pushed(compression: Compressor) -> None:
         zeros = torch.zeros(spec.numel, dtype=spec.dtype)
         room = Room(zeros, marked=bool(seed % 2))
         try:
-            heard(compression, map(memoryview, map(bytearray, words)), Piece(spec, zeros, room.inside), ctx)
+            decode_push(compression, map(memoryview, map(bytearray, words)), Piece(spec, zeros, room.inside), ctx)
         except PayloadError:
             refused += 1
         room.check()
@@ -138,15 +138,15 @@ def test_whatever_is_pushed(compression: Compressor) -> None:
 
 def conversation(compression: Compressor, specs: Sequence[Spec], grads: Sequence[dict[str, Tensor]]) -> list[list[Op]]:
     """What each worker says in an honest exchange."""
-    said: list[list[Op]] = [[] for _ in grads]
+    encode_push: list[list[Op]] = [[] for _ in grads]
     flows = []
     for rank, mine in enumerate(grads):
         pieces = [Piece(s, mine[s.name].clone(), mine[s.name].clone(), value=value_of(mine[s.name])) for s in specs]
         ctx = Context(step=0, rank=rank, workers=len(grads))
         flow = compression.exchange(Bucket(tuple(pieces)), {}, ctx)
-        flows.append(tapped(flow, lambda op, rank=rank: said[rank].append(copied(op))))  # type: ignore[misc]
+        flows.append(tapped(flow, lambda op, rank=rank: encode_push[rank].append(copied(op))))  # type: ignore[misc]
     loopback.run(flows)
-    return said
+    return encode_push
 
 
 def copied(op: Op) -> Op:
@@ -209,17 +209,17 @@ def test_whatever_peers_say(compression: Compressor, monkeypatch: pytest.MonkeyP
     for seed in frames():
         dice = random.Random(f"{compression}/{seed}")
         specs, grads, peers = dice.choice(talks)
-        rooms = [Room(grads[spec.name], marked=bool(seed % 2)) for spec in specs]
+        scratch_memory = [Room(grads[spec.name], marked=bool(seed % 2)) for spec in specs]
         pieces = [
             Piece(spec, room.inside, room.inside, value=value_of(room.inside))
-            for spec, room in zip(specs, rooms, strict=True)
+            for spec, room in zip(specs, scratch_memory, strict=True)
         ]
         flow = compression.exchange(Bucket(tuple(pieces)), {}, Context(step=0, rank=0, workers=3))
         try:
             overheard(flow, peers, lambda data, dice=dice: damaged(data, dice) if dice.random() < 0.6 else data)  # type: ignore[misc]
         except PayloadError:
-            assert len(specs) > 1 or torch.equal(rooms[0].inside, grads[specs[0].name])
-        for room in rooms:
+            assert len(specs) > 1 or torch.equal(scratch_memory[0].inside, grads[specs[0].name])
+        for room in scratch_memory:
             room.check()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.axis import catalogue, parse_raw
 from weft.runtime.server.prefetch import may_go_on
-from weft.runtime.server.rounds import Contribution, Holder
+from weft.runtime.server.rounds import Contribution, Rounds
 from weft.synchrony import Synchrony, View
 from weft.synchrony.bsp import Bsp
 
@@ -62,7 +62,7 @@ def tell(
     `leaves`: workers that vanish after so many steps. Raises where nobody can go on.
     """
     story, leaves = Story(), leaves or {}
-    holder = Holder(how, model, workers, update, updated=lambda _, staleness: story.late.append(staleness))
+    holder = Rounds(how, model, workers, update, updated=lambda _, staleness: story.late.append(staleness))
     events: list[tuple[float, int]] = []
     waiting = dict.fromkeys(range(workers), 0.0)
     read: dict[int, list[Tensor]] = {}
@@ -115,7 +115,7 @@ def tell_eagerly(
     """The same where servers send what is new by themselves: pushes and versions travel for a while, and a worker goes
     on with what it has as long as it may. Every version that is computed with has all that the bound promises."""
     story, leaves = Story(), leaves or {}
-    holder = Holder(how, [], workers, lambda grads: None, updated=lambda _, staleness: story.late.append(staleness))
+    holder = Rounds(how, [], workers, lambda grads: None, updated=lambda _, staleness: story.late.append(staleness))
     readers = [Reader() for _ in range(workers)]
     made = {0: (0,) * workers}
     watching = dict.fromkeys(range(workers), 0)
@@ -195,7 +195,7 @@ def test_nobody_is_further_ahead_than_the_slack(kind: str, tell: Callable[..., S
 
 def test_a_gradient_is_as_late_as_the_version_that_it_was_computed_with() -> None:
     late: list[int] = []
-    holder = Holder(of("essp(slack=9)"), [], 2, lambda grads: None, updated=lambda _, staleness: late.append(staleness))
+    holder = Rounds(of("essp(slack=9)"), [], 2, lambda grads: None, updated=lambda _, staleness: late.append(staleness))
     for read in (0, 0, 2, 2):
         holder.read(0)  # newer ones are sent, and lie there
         holder.contribute(Contribution(0, 0.5, [], read))
@@ -211,7 +211,7 @@ def test_what_eager_workers_may_compute_with_is_kept_until_they_have_newer() -> 
     def update(grads: Sequence[Tensor | None]) -> None:
         model[0] += 1
 
-    holder = Holder(of("delay_compensated(essp, lam=1)"), model, 2, update)
+    holder = Rounds(of("delay_compensated(essp, lam=1)"), model, 2, update)
     seen: list[float] = []
     holder.update = lambda grads: (seen.append(float(grads[0])), update(grads))[0]  # type: ignore[func-returns-value,arg-type]
     for read in (0, 0, 1):
@@ -230,7 +230,7 @@ def test_delays_are_compensated_by_the_gradient_itself_whatever_its_share() -> N
         seen.append(float(grads[0]))
         model[0] += 1
 
-    holder = Holder(of("delay_compensated(asp, lam=0.5)"), model, 4, update)
+    holder = Rounds(of("delay_compensated(asp, lam=0.5)"), model, 4, update)
     for worker in (0, 1):
         holder.read(worker)
     for worker in (0, 1):
@@ -284,7 +284,7 @@ def test_backup_drops_the_last_of_each_round() -> None:
 def test_softsync_averages_as_many_as_it_says() -> None:
     rng = random.Random(0)
     for n, versions in ((1, 10), (2, 20), (4, 40)):
-        holder = Holder(of(f"softsync(n={n})"), [], 4, lambda grads: None)
+        holder = Rounds(of(f"softsync(n={n})"), [], 4, lambda grads: None)
         for worker in (rng.randrange(4) for _ in range(40)):
             assert holder.may_start(worker)
             holder.read(worker)
@@ -404,7 +404,7 @@ def test_what_cannot_be_is_refused(text: str) -> None:
 
 
 def test_a_worker_that_leaves_is_not_waited_for_and_may_come_back() -> None:
-    holder = Holder(of("ssp(slack=1)"), [], 2, lambda grads: None)
+    holder = Rounds(of("ssp(slack=1)"), [], 2, lambda grads: None)
     for worker in (0, 1):
         holder.read(worker)
     for _ in range(2):

@@ -23,7 +23,7 @@ from weft.axis import AXES, Answer, catalogue, make
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import UserError
 from weft.ops import All, Collective, Flow, Op, Place, Round, Scatter, Spec, Sum, nbytes
-from weft.profile import Cost, Seen
+from weft.profile import Cost, Measured
 from weft.schedule import Schedule, Slot
 from weft.schedule.mg_wfbp import merged
 from weft.schedule.priority import Priority, front_first
@@ -73,7 +73,7 @@ compressors = all_of(
     "error_feedback(threshold(tau=0.3))",
     "error_feedback(adacomp(bin=5))",
 )
-everyone = [default(kind) for kind in catalogue("topology").values() if issubclass(kind, Topology) and kind.everyone]
+everyone = [default(kind) for kind in catalogue("topology").values() if issubclass(kind, Topology) and kind.collective]
 topologies = pytest.mark.parametrize("topology", everyone, ids=str)
 bare_or_lowered = pytest.mark.parametrize(
     "topology",
@@ -255,18 +255,18 @@ def test_what_is_not_sent_is_owed(compression: Compressor, dtype: torch.dtype) -
             pieces = []
             for spec in specs:
                 grad = grads[spec.name].clone()
-                owed = grad if share_owed else torch.full_like(grad, 9)
+                residual = grad if share_owed else torch.full_like(grad, 9)
                 mean = grad if share_mean and not share_owed else torch.full_like(grad, 9)
-                pieces.append(Piece(spec, grad, mean, owed))
+                pieces.append(Piece(spec, grad, mean, residual))
             state: State = {}
-            if compression.keeps_account:  # it answers for what it owes itself, in its state
-                pieces = [dataclasses.replace(piece, owed=None) for piece in pieces]
+            if compression.tracks_residual:  # it answers for what it owes itself, in its state
+                pieces = [dataclasses.replace(piece, residual=None) for piece in pieces]
             ctx = Context(step=0, rank=0, workers=1)
             (state,) = loopback.run([compression.exchange(Bucket(tuple(pieces)), state, ctx)])
             for piece in pieces:
-                owed = state[piece.spec.name]["owed"] if compression.keeps_account else piece.owed
-                assert owed is not None
-                assert torch.equal(owed, grads[piece.spec.name] - piece.mean)
+                residual = state[piece.spec.name]["residual"] if compression.tracks_residual else piece.residual
+                assert residual is not None
+                assert torch.equal(residual, grads[piece.spec.name] - piece.mean)
                 results.append(piece.mean.clone())
         for at, first in enumerate(results[: len(specs)]):
             assert all(torch.equal(other, first) for other in results[at :: len(specs)])
@@ -277,7 +277,7 @@ lossy = [
     for kind in catalogue("compression").values()
     if not needs(kind) and not (answer := default(kind)).lossless and answer.approximates
 ]
-accounts = [kind for kind in catalogue("compression").values() if kind.keeps_account]  # type: ignore[attr-defined]
+accounts = [kind for kind in catalogue("compression").values() if kind.tracks_residual]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("inner", lossy, ids=str)
@@ -296,15 +296,17 @@ def test_error_feedback_conserves(kind: Any, inner: Compressor, dtype: torch.dty
         theirs = draw(specs, 3, step)
         means = crowd.exchange(specs, theirs)[0]
         for spec in specs:
-            after = alone.states[0][spec.name]["owed"].clone()
+            after = alone.states[0][spec.name]["residual"].clone()
             assert torch.equal(after, before[spec.name] + mine[spec.name] - sent[spec.name])
             before[spec.name] = after
             ever_owed |= bool(after.any())
-            owed = sum(state[spec.name]["owed"].double() for state in crowd.states)
+            residual = sum(state[spec.name]["residual"].double() for state in crowd.states)
             given = all_before[spec.name] + sum(grad[spec.name].double() for grad in theirs)
             # what each sends is added up in the wire's own precision
-            assert torch.allclose(given, means[spec.name].double() + owed, rtol=0, atol=1e-6 if small(inner) else 0.02)
-            all_before[spec.name] = typing.cast(Tensor, owed)
+            assert torch.allclose(
+                given, means[spec.name].double() + residual, rtol=0, atol=1e-6 if small(inner) else 0.02
+            )
+            all_before[spec.name] = typing.cast(Tensor, residual)
     assert ever_owed
 
 
@@ -472,13 +474,13 @@ any_specs = st.lists(
 ).map(lambda rows: [Spec(f"p{at}", tuple(shape), dtype) for at, (shape, dtype) in enumerate(rows)])
 
 
-def looked(specs: list[Spec], seed: int) -> Seen:
+def looked(specs: list[Spec], seed: int) -> Measured:
     """Some times and costs, as the first steps might have shown them."""
     draw = random.Random(seed)
     ready = itertools.accumulate(draw.random() for _ in specs)
     points = tuple((4**k, draw.random()) for k in range(1, 8))
     names = [spec.name for spec in specs]
-    return Seen(ready_s=dict(zip(names, ready, strict=True)), cost=Cost(points=points), fill_s=draw.random() / 1000)
+    return Measured(ready_s=dict(zip(names, ready, strict=True)), cost=Cost(points=points), fill_s=draw.random() / 1000)
 
 
 @all_of(
@@ -603,7 +605,7 @@ def test_starts_that_would_take_long_are_shared() -> None:
 
     def buckets(schedule: Priority, bytes_s: float) -> int:
         cost = Cost(points=((1024, 5e-4), (2**24, 5e-4 + 2**24 / bytes_s)))
-        seen = Seen(ready_s=ready, cost=cost)
+        seen = Measured(ready_s=ready, cost=cost)
         return len(schedule.timetable(specs, lambda group: (Round(Sum, sum(s.nbytes for s in group)),), seen).buckets)
 
     assert buckets(Priority(), 1e7) == 64

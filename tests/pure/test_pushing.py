@@ -13,7 +13,7 @@ from weft import kernels
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PayloadError
 from weft.ops import Spec
-from weft.runtime.server.compressed_push import heard, said
+from weft.runtime.server.compressed_push import decode_push, encode_push
 from weft.strategy import Strategy
 from weft.transport.mesh import raw
 
@@ -28,9 +28,9 @@ def test_a_server_hears_what_was_sent(compression: Compressor, dtype: torch.dtyp
             ctx = Context(step=step, rank=2, workers=1, seed=7)
             grad = torch.randn(spec.numel, generator=rng).to(dtype)
             mean = torch.empty_like(grad)
-            words = said(compression, Piece(spec, grad.clone(), mean, value=value_of(grad)), state, ctx)
+            words = encode_push(compression, Piece(spec, grad.clone(), mean, value=value_of(grad)), state, ctx)
             there = torch.zeros(spec.numel, dtype=dtype)
-            heard(compression, map(raw, words), Piece(spec, torch.zeros_like(grad), there), ctx)
+            decode_push(compression, map(raw, words), Piece(spec, torch.zeros_like(grad), there), ctx)
             assert torch.equal(there, mean), (number, step)
 
 
@@ -42,8 +42,8 @@ def test_a_finite_gradient_is_sent_as_one_or_refused(compression: Compressor, si
     grad[::2] = -1e-3
     refusal, there = "", torch.zeros(100)
     try:
-        words = said(compression, Piece(spec, grad.clone(), torch.empty(100), value=value_of(grad)), state, ctx)
-        heard(compression, map(raw, words), Piece(spec, torch.zeros(100), there), ctx)
+        words = encode_push(compression, Piece(spec, grad.clone(), torch.empty(100), value=value_of(grad)), state, ctx)
+        decode_push(compression, map(raw, words), Piece(spec, torch.zeros(100), there), ctx)
     except LoopError as error:
         refusal = str(error)
     assert bool(torch.isfinite(there).all())
@@ -61,8 +61,8 @@ def test_complex_gradients_are_pairs_of_real_ones(compression: Compressor, shape
     found = []
     for each, sent in ((spec, grad), (spec.real(), torch.view_as_real(grad).reshape(-1))):
         mean, there = torch.empty_like(sent), torch.zeros_like(sent)
-        words = said(compression, Piece(each, sent.clone(), mean, value=torch.zeros_like(sent)), {}, ctx)
-        heard(compression, map(raw, words), Piece(each, torch.zeros_like(sent), there), ctx)
+        words = encode_push(compression, Piece(each, sent.clone(), mean, value=torch.zeros_like(sent)), {}, ctx)
+        decode_push(compression, map(raw, words), Piece(each, torch.zeros_like(sent), there), ctx)
         assert torch.equal(there, mean)
         found.append(there)
     assert found[0].dtype is torch.complex64 and torch.equal(found[0].view(torch.float32), found[1])
@@ -74,7 +74,7 @@ def pushed(text: str, *words: Tensor) -> Tensor:
     piece = Piece(Spec("w", (100,)), torch.zeros(100), room[100:200])
     ctx = Context(step=0, rank=0, workers=1)
     try:
-        heard(Strategy.parse(text).compression, map(raw, words), piece, ctx)
+        decode_push(Strategy.parse(text).compression, map(raw, words), piece, ctx)
     finally:
         assert bool((room[:100] == 7).all()) and bool((room[200:] == 7).all()), "written outside of the parameter"
     return piece.mean

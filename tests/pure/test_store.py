@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from weft.errors import LoopError, UserError
-from weft.runtime.checkpoint.state import Saving, Share, check_finite
+from weft.runtime.checkpoint.state import CheckpointWriter, Share, check_finite
 from weft.store import checkpoint, shards
 from weft.store.checkpoint import Manifest, Policy
 from weft.store.plain import plain, tensors_in, value
@@ -411,14 +411,14 @@ class History:
         self.tags: dict[int, str] = {}
         """What was saved on the way to where the run is: by step, a name that no other save has."""
         self.damaged: set[str] = set()
-        self.owed: list[int] = []
+        self.residual: list[int] = []
         """Steps that this attempt has saved or gone on from: of these the latest must be there."""
         self.count = 0
         self.start(None)
 
     def start(self, after: Path | None) -> None:
         """What a run does when it starts, as `runtime/between` does it."""
-        saving = Saving(self.root, Layout(workers=1), self.policy, f"{self.count:012x}", 1.0)
+        saving = CheckpointWriter(self.root, Layout(workers=1), self.policy, f"{self.count:012x}", 1.0)
         if after is not None:
             saving.go_on(checkpoint.step_of(after))
         self.saving, self.step = saving, max(0, saving.last)
@@ -431,7 +431,7 @@ class History:
             killed(begin, self.dice.randint(1, 12))
         begin()
         self.tags = {step: tag for step, tag in self.tags.items() if step <= saving.last}
-        self.owed = [step for step in (saving.last,) if step >= 0]
+        self.residual = [step for step in (saving.last,) if step >= 0]
 
     def save(self) -> None:
         """A new checkpoint, or the latest one again; now and then its writer is killed."""
@@ -452,7 +452,7 @@ class History:
         checkpoint.recover(self.root)
         if f'"{tag}"' in self.text_of(self.step):
             self.tags[self.step] = tag
-            self.owed = [step for step in self.owed if step != self.step] + [self.step]
+            self.residual = [step for step in self.residual if step != self.step] + [self.step]
         if dead:
             self.resume()
             return
@@ -466,7 +466,7 @@ class History:
     def resume(self) -> None:
         """From the newest whole one, as `--resume RUN` does."""
         checkpoint.recover(self.root)
-        whole = [step for step in self.owed[-self.policy.last :] if self.tags[step] not in self.damaged]
+        whole = [step for step in self.residual[-self.policy.last :] if self.tags[step] not in self.damaged]
         try:
             folder, manifest, _ = checkpoint.newest(self.root)
         except UserError:
@@ -494,7 +494,7 @@ class History:
     def check(self) -> None:
         """The latest that are to be kept are there, and none is from a history that was left."""
         there = {checkpoint.step_of(folder): folder for folder in checkpoint.found_in(self.root)}
-        assert set(self.owed[-self.policy.last :]) <= set(there)
+        assert set(self.residual[-self.policy.last :]) <= set(there)
         for step, folder in there.items():
             if self.is_whole(folder):
                 assert checkpoint.verify(folder).job == {"tag": self.tags[step]}

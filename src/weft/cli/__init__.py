@@ -9,7 +9,7 @@ import sys
 import typer
 
 from weft.errors import UserError
-from weft.runtime.launch.launcher import JobFailedError, LeftError
+from weft.runtime.launch.launcher import JobFailedError, Terminated
 
 EXAMPLES = """\
 Weft: a way of distributing PyTorch training is one value.
@@ -60,7 +60,7 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(2)
-    except LeftError as error:
+    except Terminated as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(128 + signal.SIGTERM)
     except JobFailedError as error:

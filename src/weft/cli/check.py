@@ -40,12 +40,12 @@ def check(
 
 def exact(strategy: Strategy) -> bool:
     """Whether results have the same bits however the run is laid out."""
-    return strategy.topology.exact and strategy.synchrony.everyone
+    return strategy.topology.exact and strategy.synchrony.lockstep
 
 
 def kind(strategy: Strategy) -> str:
     """How far results can be relied on to repeat."""
-    if not strategy.synchrony.everyone:
+    if not strategy.synchrony.lockstep:
         return (
             "Workers do not wait for each other: what is learned depends on who comes when, and no run repeats another."
         )

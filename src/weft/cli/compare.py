@@ -23,7 +23,7 @@ from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
 from weft.lab.compare import conduct
 from weft.lab.rows import Board
-from weft.lab.spec import DEFAULTS, Request, contenders
+from weft.lab.spec import DEFAULTS, CompareSpec, contenders
 from weft.lab.trial import Contender
 from weft.profile import Profile
 from weft.strategy import Strategy
@@ -74,7 +74,7 @@ def compare(
     chosen = list(strategies or ()) or ([] if named or system or group else list(DEFAULTS))
     if profile is not None and compute != "sleep":
         raise UserError("--profile is for --compute sleep; leave it out, or sleep")
-    request = Request(
+    spec = CompareSpec(
         job=job,
         args=tuple(ctx.meta["job"]),
         contenders=(*_systems(system or [], group), *contenders(chosen, named)),
@@ -92,7 +92,7 @@ def compare(
         command=shlex.join(["weft", *sys.argv[1:]]),
     ).checked()
     with _Watch(show) as watch:
-        found = conduct(request, watch)
+        found = conduct(spec, watch)
     emit(found.result, json)
     show.print(_table(found.result["rows"], show.width))
     for row in found.result["rows"]:
@@ -154,8 +154,8 @@ class _Watch:
             self._say("hosts are processes on loopback, links are not shaped")
         self._say("one host alone, to learn what a step takes …")
         if board.expected_s is not None:
-            runs = (len(board.request.contenders) + 1) * board.request.seeds
-            self._say(f"expected: about {_duration(board.expected_s)} for {runs} runs of {board.request.steps} steps")
+            runs = (len(board.spec.contenders) + 1) * board.spec.seeds
+            self._say(f"expected: about {_duration(board.expected_s)} for {runs} runs of {board.spec.steps} steps")
         if self.live is not None:
             self.live.update(self._picture(board))
         else:

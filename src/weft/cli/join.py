@@ -18,7 +18,7 @@ from weft.cli import app
 from weft.errors import JobError, PeerLost, UserError
 from weft.runtime.launch.launcher import find_job
 from weft.runtime.launch.process_groups import ended, signal_group
-from weft.runtime.launch.rendezvous import reach, take_seat
+from weft.runtime.launch.rendezvous import reach, take_assignment
 from weft.transport.messaging import Key, Stranger
 
 _REPLY_S = 60.0
@@ -37,8 +37,8 @@ def join(
     here = socket.gethostname()
     key = Key.read(key_file)
     try:
-        desk = reach(address, key, f"{here}, process {os.getpid()}", encrypted=network == "untrusted")
-        seat = take_seat(desk, _REPLY_S)
+        rendezvous = reach(address, key, f"{here}, process {os.getpid()}", encrypted=network == "untrusted")
+        seat = take_assignment(rendezvous, _REPLY_S)
     except Stranger as error:
         raise JobError(f"on {here}: {error}") from None
     except PeerLost as error:
@@ -49,7 +49,7 @@ def join(
     what = f"server {seat.env['WEFT_SERVER']}" if "WEFT_SERVER" in seat.env else f"worker {seat.env['RANK']}"
     typer.echo(f"{here} is {what} of {script.stem}, {seat.env['WEFT_CLI_STRATEGY']}")
     typer.echo(f"runs {shlex.join([str(script.absolute()), *seat.args])}")
-    env = os.environ | seat.env | {"WEFT_DESK": address, "WEFT_KEY_FILE": str(key_file.absolute())}
+    env = os.environ | seat.env | {"WEFT_RENDEZVOUS": address, "WEFT_KEY_FILE": str(key_file.absolute())}
     env |= {"WEFT_NETWORK": network, "WEFT_LAUNCHER": str(os.getpid())}
     command = [sys.executable, "-m", "weft.runtime.launch.child", str(script), *seat.args]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -59,7 +59,7 @@ def join(
     finally:
         signal_group(process, signal.SIGKILL)
         process.wait()
-        desk.close()
+        rendezvous.close()
     if process.returncode:
         raise typer.Exit(1 if process.returncode < 0 else process.returncode)
 

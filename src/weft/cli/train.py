@@ -23,7 +23,7 @@ from weft.errors import JobError, UserError
 from weft.lab.cluster import Cluster
 from weft.lab.spec import parse_slow
 from weft.lab.trial import slow_seat
-from weft.runtime.launch.launcher import JobFailedError, Launch, LeftError, Seat, find_job, launch
+from weft.runtime.launch.launcher import JobFailedError, Launch, Seat, Terminated, find_job, launch
 from weft.runtime.launch.strategy_source import DEFAULT, winner
 from weft.runtime.record.events import hold, writing
 from weft.runtime.record.run_folder import asynchrony, describe_launch, launched, summary
@@ -97,7 +97,7 @@ def train(
         node_rank=node_rank,
         rendezvous=rendezvous,
         key_file=key_file,
-        joining=join,
+        external_ranks=join,
         network=network,
         strategy=chosen,
         steps=steps,
@@ -117,8 +117,8 @@ def train(
             raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
         path = find_job(asked.job)
         source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
-        homes = known.check().topology.homes(asked.workers)
-        spec = replace(asked, servers=len(homes), forgoes=known.forgoes).checked()
+        server_hosts = known.check().topology.server_hosts(asked.workers)
+        spec = replace(asked, servers=len(server_hosts), survives_worker_loss=known.survives_worker_loss).checked()
         made = False
         if asked.out is None or out is not None:
             folder, made = _folder(out, path, known, node_rank)
@@ -127,7 +127,7 @@ def train(
                 held.enter_context(_held(folder))
         several = f"{spec.workers} worker{'s' * (spec.workers != 1)}"
         show.print(f"{path.stem}: {several}" + (f", {known}" if source != DEFAULT else ""))
-        site = _site(hosts, bandwidth, link, slow, processes, nodes, homes)
+        site = _site(hosts, bandwidth, link, slow, processes, nodes, server_hosts)
         row = _trained(spec, site, show, path, made)
     if row is None:
         return
@@ -152,11 +152,11 @@ def _trained(
     except (UserError, JobFailedError):
         _tidy(folder, made)
         raise
-    except LeftError as error:
+    except Terminated as error:
         there = found_in(folder / "checkpoints")
         remedy = f"; go on with `weft train --resume {folder}`" if there else ""
         _tidy(folder, made)
-        raise LeftError(f"{job.stem} was {error}{remedy}") from None
+        raise Terminated(f"{job.stem} was {error}{remedy}") from None
 
 
 def _held(folder: Path) -> IO[bytes]:
@@ -186,7 +186,7 @@ def _site(
     slow: list[str] | None,
     processes: int | None,
     nodes: int,
-    homes: tuple[int, ...],
+    server_hosts: tuple[int, ...],
 ) -> Iterator[tuple[Seat, ...]]:
     """Where the processes sit: on an emulated cluster where one was asked for, else simply here."""
     if hosts is None:
@@ -197,10 +197,10 @@ def _site(
     if processes not in (None, hosts) or nodes != 1:
         raise UserError("--hosts gives each host one process; leave --processes and --nodes out")
     slowed = parse_slow(slow or (), hosts)
-    with Cluster(max(hosts, *(home + 1 for home in homes), 1), bandwidth, parse_links(link)) as cluster:
+    with Cluster(max(hosts, *(home + 1 for home in server_hosts), 1), bandwidth, parse_links(link)) as cluster:
         before = cluster.counters()
         seats = cluster.seats(range(hosts))
-        yield (*(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(seats)), *cluster.seats(homes))
+        yield (*(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(seats)), *cluster.seats(server_hosts))
         after = cluster.counters()
         if hosts > 1 and after == before:
             raise JobError("nothing crossed the emulated links: the run's traffic went around them")

@@ -25,10 +25,10 @@ class Piece:
     spec: Spec
     grad: Tensor
     mean: Tensor
-    owed: Tensor | None = None
+    residual: Tensor | None = None
     """Where somebody keeps account: the exchange leaves here what it did not send. May be `grad`'s memory."""
-    behind: bool = False
-    """Whether `owed` holds what was not sent before, which is to be sent with `grad`."""
+    residual_pending: bool = False
+    """Whether `residual` holds what was not sent before, which is to be sent with `grad`."""
     fresh: Tensor | None = None
     """Where `grad` holds what was owed before too: the gradient of this step alone."""
     value: Tensor | None = None
@@ -37,16 +37,16 @@ class Piece:
     """(G, X) where `grad` ought to be G'X, as a linear layer's is; only for who asks for it."""
 
     def due(self) -> Piece:
-        """With all that is to be sent in `grad`, added up in the memory of `owed`."""
-        if self.owed is None or not self.behind:
+        """With all that is to be sent in `grad`, added up in the memory of `residual`."""
+        if self.residual is None or not self.residual_pending:
             return self
-        return replace(self, grad=self.owed.add_(self.grad), behind=False, fresh=self.grad)
+        return replace(self, grad=self.residual.add_(self.grad), residual_pending=False, fresh=self.grad)
 
     def real(self) -> Piece:
         """The same memory, in which complex values are pairs of real ones: compressors know real numbers alone."""
         if not self.spec.dtype.is_complex:
             return self
-        assert self.owed is None, "pieces are made real before anybody keeps account"
+        assert self.residual is None, "pieces are made real before anybody keeps account"
         spec = self.spec.real()
         value = self.value.view(spec.dtype) if self.value is not None else None
         return Piece(spec, self.grad.view(spec.dtype), self.mean.view(spec.dtype), value=value)
@@ -78,7 +78,7 @@ class Context:
     seed: int = 0
     momentum: float = 0.0
     """The optimizer's, where the compressor claims it."""
-    rooms: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    scratch_memory: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Memory that is used again in the next step; it holds nothing that matters."""
 
     def key(self, name: str, *, shared: bool = False) -> int:
@@ -93,12 +93,12 @@ class Context:
         """PyTorch's own random numbers, from that key."""
         return torch.Generator().manual_seed(self.key(name, shared=shared))
 
-    def room(self, what: str, piece: Piece, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    def scratch(self, what: str, piece: Piece, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Memory beside a parameter, kept from step to step; zeros at first."""
         place = (self.rank, what, piece.spec.name, count, dtype)
-        if place not in self.rooms:
-            self.rooms[place] = torch.zeros(count, dtype=dtype, device=piece.grad.device)
-        return self.rooms[place]
+        if place not in self.scratch_memory:
+            self.scratch_memory[place] = torch.zeros(count, dtype=dtype, device=piece.grad.device)
+        return self.scratch_memory[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,11 @@ class Compressor(Answer, ABC):
     axis: ClassVar[str] = "compression"
     lossless: ClassVar[bool] = False
     """Whether the mean is exactly the mean."""
-    keeps_account: ClassVar[bool] = False
+    tracks_residual: ClassVar[bool] = False
     """Whether it asks an inner compressor for what that did not send."""
-    owes: ClassVar[bool] = False
-    """Whether it remembers what it has not sent yet, as `owed`."""
-    adds_up: ClassVar[bool] = False
+    has_residual: ClassVar[bool] = False
+    """Whether it remembers what it has not sent yet, as `residual`."""
+    fuses_residual: ClassVar[bool] = False
     """Whether it takes pieces that are `behind`, and adds gradient and debt up by itself."""
     factors: ClassVar[bool] = False
     """Whether it asks for what gradients are products of."""
@@ -138,7 +138,7 @@ class Compressor(Answer, ABC):
 
     @abstractmethod
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        """Yield Sum, All or Scatter until every piece's `mean` (and `owed`, where asked for) is written."""
+        """Yield Sum, All or Scatter until every piece's `mean` (and `residual`, where asked for) is written."""
 
     @abstractmethod
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

@@ -35,14 +35,16 @@ A_ROUND = 16 * 1024
 class Coded(Compressor):
     """One parameter, or a share of it, at a time: flat values and the length of its rows."""
 
-    adds_up: ClassVar[bool] = True
+    fuses_residual: ClassVar[bool] = True
 
     @abstractmethod
     def size(self, count: int, width: int) -> int:
         """Bytes of the code of so many values in rows of `width`."""
 
     @abstractmethod
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         """Write the code of x, and where asked for what it leaves out. `key` names random numbers.
 
         behind: what is owed already goes with x; only where there are fast functions for x.
@@ -73,7 +75,7 @@ class Coded(Compressor):
             yield from self._sum_mine(divided, shares, ctx)
         mine = max(_sent(shares, ctx.workers), default=0)
         sizes = [self._bytes(piece.spec, piece.spec.numel) for piece in whole]
-        code = ctx.room("code", bucket.pieces[0], mine + sum(sizes))
+        code = ctx.scratch("code", bucket.pieces[0], mine + sum(sizes))
         for piece, own, part in _along(divided, shares, ctx.rank, code):
             self._encode_sum(piece, own, part, ctx)
         for piece, part in zip(whole, code[mine:].split(sizes), strict=True):
@@ -92,7 +94,7 @@ class Coded(Compressor):
     def _sum_mine(self, pieces: Sequence[Piece], shares: Sequence[Sequence[Share]], ctx: Context) -> Flow[None]:
         """The first phase: my share of each parameter, opened and summed, in its mean's place."""
         sizes = _sent(shares, ctx.workers)
-        parts = ctx.room("shares", pieces[0], sum(sizes)).split(sizes)
+        parts = ctx.scratch("shares", pieces[0], sum(sizes)).split(sizes)
         for to in (rank for rank in range(ctx.workers) if rank != ctx.rank):
             for piece, share, part in _along(pieces, shares, to, parts[to]):
                 self._encode(piece, share.range, part, ctx.key(f"{piece.spec.name}/{to}"))
@@ -106,8 +108,8 @@ class Coded(Compressor):
     def _begin(self, piece: Piece, range: slice) -> None:
         """A sum's first term: my own values, and what I owe."""
         mine = piece.grad[range]
-        if piece.owed is not None and piece.behind:
-            mine = torch.add(mine, piece.owed[range], out=piece.owed[range])
+        if piece.residual is not None and piece.residual_pending:
+            mine = torch.add(mine, piece.residual[range], out=piece.residual[range])
         piece.mean[range].copy_(self.counted(mine))
 
     def _encode_sum(self, piece: Piece, share: Share, code: Tensor, ctx: Context) -> None:
@@ -116,16 +118,20 @@ class Coded(Compressor):
             return
         self.settle(total)
         code = code[: self.size(total.numel(), row(piece.spec))]
-        owed = piece.owed[share.range] if piece.owed is not None else None
-        self.encode(total, code, row(piece.spec), ctx.key(f"{piece.spec.name}/sum"), owed)
+        residual = piece.residual[share.range] if piece.residual is not None else None
+        self.encode(total, code, row(piece.spec), ctx.key(f"{piece.spec.name}/sum"), residual)
 
     def _encode(self, piece: Piece, range: slice, code: Tensor, key: int) -> None:
-        x, owed, behind = piece.grad[range], piece.owed[range] if piece.owed is not None else None, piece.behind
+        x, residual, pending = (
+            piece.grad[range],
+            piece.residual[range] if piece.residual is not None else None,
+            piece.residual_pending,
+        )
         if not x.numel() or x.is_meta:
             return
-        if owed is not None and behind and not kernels.of(x):
-            x, behind = owed.add_(x), False
-        self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, owed, behind)
+        if residual is not None and pending and not kernels.of(x):
+            x, pending = residual.add_(x), False
+        self.encode(x, code[: self.size(x.numel(), row(piece.spec))], row(piece.spec), key, residual, pending)
 
     def _decode(self, code: Tensor, piece: Piece, range: slice, *, add: bool) -> None:
         out, width = piece.mean[range], row(piece.spec)

@@ -37,8 +37,8 @@ class Sparse(Compressor):
         counts = torch.tensor(mine, dtype=torch.int32, device=pieces[0].grad.device)
         heads = yield All((counts, self._scales(chosen)))
         each = [mine if theirs.is_meta else counted(pieces, theirs) for theirs, _ in heads]
-        room = max(map(sum, each))
-        everyone = yield All(self._payload(chosen, room))
+        scratch = max(map(sum, each))
+        everyone = yield All(self._payload(chosen, scratch))
         check_places(pieces, [self._places(payload) for payload in everyone], each)
         for piece in pieces:
             piece.mean.zero_()
@@ -57,11 +57,11 @@ class Sparse(Compressor):
             count = min(self.expected(piece.spec), piece.grad.numel())
             return piece.grad.new_empty(count, dtype=torch.int64), piece.grad.new_empty(count)
         places, values = self.select(piece, ctx)
-        if piece.owed is not None:
+        if piece.residual is not None:
             rest = piece.grad[places] - values
-            if piece.owed.data_ptr() != piece.grad.data_ptr():
-                piece.owed.copy_(piece.grad)
-            piece.owed[places] = rest
+            if piece.residual.data_ptr() != piece.grad.data_ptr():
+                piece.residual.copy_(piece.grad)
+            piece.residual[places] = rest
         return places, values
 
     def _scales(self, chosen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -70,9 +70,9 @@ class Sparse(Compressor):
             return chosen[0][1].new_empty(0, dtype=torch.float32)
         return torch.stack([v[:1].abs().sum().float() for _, v in chosen])
 
-    def _payload(self, chosen: Sequence[tuple[Tensor, Tensor]], room: int) -> tuple[Tensor, ...]:
+    def _payload(self, chosen: Sequence[tuple[Tensor, Tensor]], scratch: int) -> tuple[Tensor, ...]:
         places, values = (torch.cat([pair[i] for pair in chosen]) for i in (0, 1))
-        pad = room - places.numel()
+        pad = scratch - places.numel()
         if self.signed:
             return (torch.nn.functional.pad((places * 2 + torch.signbit(values)).int(), (0, pad)),)
         return torch.nn.functional.pad(values, (0, pad)), torch.nn.functional.pad(places.int(), (0, pad))

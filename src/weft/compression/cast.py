@@ -32,15 +32,15 @@ class Cast(Compressor):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         sizes = [piece.grad.numel() for piece in bucket.pieces]
-        payload = ctx.room("cast", bucket.pieces[0], sum(sizes), _DTYPES[self.dtype])
+        payload = ctx.scratch("cast", bucket.pieces[0], sum(sizes), _DTYPES[self.dtype])
         for piece, part in zip(bucket.pieces, payload.split(sizes), strict=True):
             fast = kernels.of(piece.grad)
             if fast and self.dtype == "bf16":
-                fast.bf16_encode(piece.grad, part, piece.owed)
+                fast.bf16_encode(piece.grad, part, piece.residual)
                 continue
             part.copy_(piece.grad)
-            if piece.owed is not None:
-                torch.sub(piece.grad, part, out=piece.owed)
+            if piece.residual is not None:
+                torch.sub(piece.grad, part, out=piece.residual)
         total = yield Sum(payload)
         for piece, mean in zip(bucket.pieces, total.split(sizes), strict=True):
             piece.mean.copy_(mean)

@@ -29,8 +29,8 @@ class Dense(Compressor):
             for piece, mean in zip(bucket.pieces, means, strict=True):
                 piece.mean.copy_(mean)
         for piece in bucket.pieces:
-            if piece.owed is not None:
-                piece.owed.zero_()
+            if piece.residual is not None:
+                piece.residual.zero_()
         return state
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

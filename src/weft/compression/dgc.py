@@ -25,7 +25,7 @@ class Dgc(Compressor):
     """
 
     claims: ClassVar[tuple[str, ...]] = ("momentum",)
-    owes: ClassVar[bool] = True
+    has_residual: ClassVar[bool] = True
 
     ratio: float = 0.001
     """The share of each parameter's values that is sent."""
@@ -52,7 +52,7 @@ class Dgc(Compressor):
         pieces = []
         for piece in bucket.pieces:
             memory = state.setdefault(piece.spec.name, {})
-            for key in ("velocity", "owed"):
+            for key in ("velocity", "residual"):
                 if key not in memory:
                     memory[key] = torch.zeros_like(piece.grad)
             grad = piece.grad
@@ -60,8 +60,8 @@ class Dgc(Compressor):
                 most = self.clip * ctx.workers**-1.5  # a worker's share of a gradient that adds up as noise does
                 grad = grad * (most / grad.norm().clamp(min=most))
             memory["velocity"].mul_(ctx.momentum).add_(grad)
-            due = memory["owed"].add_(memory["velocity"])
-            pieces.append(replace(piece, grad=due, owed=due))
+            due = memory["residual"].add_(memory["velocity"])
+            pieces.append(replace(piece, grad=due, residual=due))
         top = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled)
         inner = top.exchange(Bucket(tuple(pieces)), state, ctx)
         asked = next(inner)

@@ -19,8 +19,8 @@ class ErrorFeedback(Compressor):
     Nothing is lost: owed(after) = grad + owed(before) - sent, each rounded once.
     """
 
-    keeps_account: ClassVar[bool] = True
-    owes: ClassVar[bool] = True
+    tracks_residual: ClassVar[bool] = True
+    has_residual: ClassVar[bool] = True
 
     inner: Compressor
     """The lossy compressor to be made up for."""
@@ -36,10 +36,10 @@ class ErrorFeedback(Compressor):
         pieces = []
         for piece in bucket.pieces:
             memory = state.setdefault(piece.spec.name, {})
-            if "owed" not in memory:
-                memory["owed"] = torch.zeros_like(piece.grad)
-            owing = replace(piece, owed=memory["owed"], behind=True)
-            pieces.append(owing if self.inner.adds_up else owing.due())
+            if "residual" not in memory:
+                memory["residual"] = torch.zeros_like(piece.grad)
+            owing = replace(piece, residual=memory["residual"], residual_pending=True)
+            pieces.append(owing if self.inner.fuses_residual else owing.due())
         return (yield from self.inner.exchange(Bucket(tuple(pieces)), state, ctx))
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:

@@ -45,11 +45,13 @@ class Int8(Coded):
     def grain(self, width: int) -> int:
         return self.block
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         scales, codes = self._parts(code, x.numel())
         fast = kernels.of(x)
         if fast:
-            fast.int8_encode(x, self.block, codes, scales, owed, behind, key if self.stochastic else None)
+            fast.int8_encode(x, self.block, codes, scales, residual, pending, key if self.stochastic else None)
             return
         blocks = _in_blocks(x, self.block)
         scale = blocks.abs().amax(1, keepdim=True) / 127
@@ -61,8 +63,8 @@ class Int8(Coded):
         q = q.round_().clamp_(-127, 127)
         scales.copy_(torch.where(inverse > 0, scale, 0).view(-1))
         codes.copy_(q.view(-1)[: x.numel()])
-        if owed is not None:
-            torch.sub(x, (q * scales[:, None]).view(-1)[: x.numel()], out=owed)
+        if residual is not None:
+            torch.sub(x, (q * scales[:, None]).view(-1)[: x.numel()], out=residual)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         scales, codes = self._parts(code, out.numel())

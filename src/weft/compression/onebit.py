@@ -25,11 +25,13 @@ class Onebit(Coded):
     def grain(self, width: int) -> int:
         return width
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         values, bits = numbers(code, 2 * (x.numel() // width))
         fast = kernels.of(x)
         if fast:
-            fast.onebit_encode(x, width, bits, values, owed, behind)
+            fast.onebit_encode(x, width, bits, values, residual, pending)
             return
         rows = x.view(-1, width)
         negative = torch.signbit(rows)
@@ -38,8 +40,8 @@ class Onebit(Coded):
         values.view(-1, 2).copy_(torch.stack([up, down], 1))
         padded = torch.nn.functional.pad(negative, (0, -width % 8))
         bits.copy_(kernels.pack(padded.view(-1), 1))
-        if owed is not None:
-            torch.sub(x, _opened(negative, values).view(-1), out=owed)
+        if residual is not None:
+            torch.sub(x, _opened(negative, values).view(-1), out=residual)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         rows = out.numel() // width

@@ -22,7 +22,7 @@ class Powersgd(Compressor):
     values. Vectors, and matrices for which that is no less, go whole, with P. Meant to stand in error_feedback.
     """
 
-    adds_up: ClassVar[bool] = True
+    fuses_residual: ClassVar[bool] = True
 
     rank: int = 4
     """Columns of the thin matrices."""
@@ -40,16 +40,16 @@ class Powersgd(Compressor):
         sums = total.split([part.numel() for part in first])
         for piece, mean in zip(whole, sums[len(thin) :], strict=True):
             piece.mean.copy_(mean)
-            if piece.owed is not None:
-                piece.owed.zero_()
+            if piece.residual is not None:
+                piece.residual.zero_()
         if not thin:
             return state
         matrices = [_all_of(piece) for piece in thin]
         left = [orthonormal(p.view(m.shape[0], -1)) for p, m in zip(sums, matrices, strict=False)]
         mine = [_left(m, p) for m, p in zip(matrices, left, strict=True)]
         for piece, m, p, q in zip(thin, matrices, left, mine, strict=True):
-            if piece.owed is not None:
-                _product(p, q, piece.owed.view_as(m), m)
+            if piece.residual is not None:
+                _product(p, q, piece.residual.view_as(m), m)
         total = yield Sum(torch.cat([q.view(-1) for q in mine]))
         for piece, p, q, right in zip(thin, left, mine, total.split([q.numel() for q in mine]), strict=True):
             right = right.view_as(q).clone()
@@ -88,7 +88,9 @@ def _matrix(spec: Spec) -> tuple[int, int]:
 
 def _all_of(piece: Piece) -> Tensor:
     """What is to be sent of a parameter, after the first product."""
-    return (piece.owed if piece.owed is not None and piece.behind else piece.grad).view(_matrix(piece.spec))
+    return (piece.residual if piece.residual is not None and piece.residual_pending else piece.grad).view(
+        _matrix(piece.spec)
+    )
 
 
 def _right(piece: Piece, q: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ def _right(piece: Piece, q: Tensor) -> Tensor:
         return (m.clone() @ q.T).contiguous()  # where a matrix lies changes a library's last bits
     m = piece.grad.view(_matrix(piece.spec))
     p = m.new_empty(m.shape[0], q.shape[0])
-    fast.thin_right(m, q, p, piece.owed if piece.behind else None)
+    fast.thin_right(m, q, p, piece.residual if piece.residual_pending else None)
     return p
 
 

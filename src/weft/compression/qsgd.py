@@ -55,12 +55,23 @@ class Qsgd(Coded):
     def grain(self, width: int) -> int:
         return self.bucket
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         norms, codes = numbers(code, -(-x.numel() // self.bucket))
         fast = kernels.of(x)
         if fast:
             fast.qsgd_encode(
-                x, self.bucket, self.levels, self.width, self.norm == "max", codes, norms, owed, behind, key
+                x,
+                self.bucket,
+                self.levels,
+                self.width,
+                self.norm == "max",
+                codes,
+                norms,
+                residual,
+                pending,
+                key,
             )
             return
         values = x.float()
@@ -75,8 +86,8 @@ class Qsgd(Coded):
         )
         level = torch.where(torch.signbit(buckets), -level, level).view(-1)[: x.numel()].to(torch.int64)
         codes.copy_(kernels.pack(level + self.levels, self.width))
-        if owed is not None:
-            torch.sub(x, self._opened(level, norms), out=owed)
+        if residual is not None:
+            torch.sub(x, self._opened(level, norms), out=residual)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         norms, codes = numbers(code, -(-out.numel() // self.bucket))

@@ -46,10 +46,10 @@ class RandomK(Compressor):
         chosen = [self._places(piece, ctx) for piece in bucket.pieces]
         values = torch.cat([piece.grad[at] for piece, (at, _) in zip(bucket.pieces, chosen, strict=True)])
         for piece, (at, _) in zip(bucket.pieces, chosen, strict=True):
-            if piece.owed is not None:
-                if piece.owed.data_ptr() != piece.grad.data_ptr():
-                    piece.owed.copy_(piece.grad)
-                piece.owed[at] = 0
+            if piece.residual is not None:
+                if piece.residual.data_ptr() != piece.grad.data_ptr():
+                    piece.residual.copy_(piece.grad)
+                piece.residual[at] = 0
         total = yield Sum(values)
         means = total.split([at.numel() for at, _ in chosen])
         for piece, (at, lengths), mean in zip(bucket.pieces, chosen, means, strict=True):

@@ -30,17 +30,19 @@ class Sign(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + -(-count // 8)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         scale, bits = numbers(code, 1)
         fast = kernels.of(x)
         if fast:
-            fast.sign_encode(x, bits, scale, self.scaled, owed, behind)
+            fast.sign_encode(x, bits, scale, self.scaled, residual, pending)
             return
         total = x.abs().sum(dtype=torch.float64)
         scale.copy_(total / x.numel() if self.scaled else total > 0)
         bits.copy_(kernels.pack(torch.signbit(x), 1))
-        if owed is not None:
-            torch.sub(x, torch.where(torch.signbit(x), -scale, scale), out=owed)
+        if residual is not None:
+            torch.sub(x, torch.where(torch.signbit(x), -scale, scale), out=residual)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         scale, bits = numbers(code, 1)

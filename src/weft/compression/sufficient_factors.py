@@ -59,8 +59,8 @@ class SufficientFactors(Compressor):
             torch.mm(left.T, right, out=piece.mean.view(height, width))
         for piece, mean in zip(dense, total.split([piece.grad.numel() for piece in dense]), strict=True):
             piece.mean.copy_(mean)
-            if piece.owed is not None:
-                piece.owed.zero_()
+            if piece.residual is not None:
+                piece.residual.zero_()
         return state
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
@@ -77,7 +77,7 @@ class SufficientFactors(Compressor):
         """How many rows a parameter's factors have here; -1: its gradient is not their product."""
         if piece.grad.is_meta:
             return self.batch if len(piece.spec.shape) == 2 else -1
-        if piece.factors is None or piece.owed is not None or piece.grad.dtype not in _CLOSE:
+        if piece.factors is None or piece.residual is not None or piece.grad.dtype not in _CLOSE:
             return -1
         left, right = piece.factors
         if left.dtype is not piece.grad.dtype or right.dtype is not piece.grad.dtype:

@@ -40,12 +40,14 @@ class Terngrad(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + kernels.packed_size(count, 2)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         scale, codes = numbers(code, 1)
-        if owed is not None and behind:
-            x = owed.add_(x)
+        if residual is not None and pending:
+            x = residual.add_(x)
         scale.copy_(self._scale(x))
-        ternary_encode(x, scale, codes, owed, False, key)
+        ternary_encode(x, scale, codes, residual, False, key)
 
     def _scale(self, x: Tensor) -> Tensor:
         fast = kernels.of(x)

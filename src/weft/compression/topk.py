@@ -37,8 +37,8 @@ class Topk(Compressor):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         counts = [self.k(piece.spec.numel) for piece in bucket.pieces]
         first = bucket.pieces[0]
-        values = ctx.room("values", first, sum(counts), first.grad.dtype)
-        places = ctx.room("places", first, sum(counts), torch.int32)
+        values = ctx.scratch("values", first, sum(counts), first.grad.dtype)
+        places = ctx.scratch("places", first, sum(counts), torch.int32)
         for piece, value, at in zip(bucket.pieces, values.split(counts), places.split(counts), strict=True):
             self._choose(piece, value, at, ctx)
         payloads = yield All((values, places))
@@ -66,15 +66,15 @@ class Topk(Compressor):
             values[:found] = grad[places[:found]]
             values[found:], places[found:] = 0, places[0]  # nothing more, of a place that is sent anyway
         elif fast:
-            found = fast.topk_encode(grad, ctx.room("candidates", piece, 2 * k + 1024, torch.int32), places, values)
+            found = fast.topk_encode(grad, ctx.scratch("candidates", piece, 2 * k + 1024, torch.int32), places, values)
         else:
             found = k
             places.copy_(grad.abs().topk(k, sorted=False).indices.sort().values)
             values.copy_(grad[places])
-        if piece.owed is not None:
-            if piece.owed.data_ptr() != grad.data_ptr():
-                piece.owed.copy_(grad)
-            piece.owed[places[:found]] = 0
+        if piece.residual is not None:
+            if piece.residual.data_ptr() != grad.data_ptr():
+                piece.residual.copy_(grad)
+            piece.residual[places[:found]] = 0
 
     def _above(self, grad: Tensor, places: Tensor, key: int) -> int:
         """The first places of values that are as large as the top ones of a sample; returns how many."""

@@ -34,21 +34,25 @@ class Twobit(Coded):
     def size(self, count: int, width: int) -> int:
         return 4 + kernels.packed_size(count, 2)
 
-    def encode(self, x: Tensor, code: Tensor, width: int, key: int, owed: Tensor | None, behind: bool = False) -> None:
+    def encode(
+        self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
+    ) -> None:
         scale, codes = numbers(code, 1)
         scale.fill_(self.threshold)
-        ternary_encode(x, scale, codes, owed, behind, None)
+        ternary_encode(x, scale, codes, residual, pending, None)
 
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
         scale, codes = numbers(code, 1)
         ternary_decode(codes, scale, out, add)
 
 
-def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
+def ternary_encode(
+    x: Tensor, scale: Tensor, codes: Tensor, residual: Tensor | None, pending: bool, key: int | None
+) -> None:
     """Each value as -scale, 0 or scale. With a key: at random, so that the mean is right below the scale."""
     fast = kernels.of(x)
     if fast:
-        fast.ternary_encode(x, scale, codes, owed, behind, key)
+        fast.ternary_encode(x, scale, codes, residual, pending, key)
         return
     size = x.float().abs()
     if key is None:
@@ -59,8 +63,8 @@ def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None,
         sent = odds > kernels.uniform(x.numel(), key, x.device)
     levels = torch.where(torch.signbit(x), -1, 1) * sent
     codes.copy_(kernels.pack(levels + 1, 2))
-    if owed is not None:
-        torch.sub(x, levels.float() * scale, out=owed)
+    if residual is not None:
+        torch.sub(x, levels.float() * scale, out=residual)
 
 
 def ternary_decode(codes: Tensor, scale: Tensor, out: Tensor, add: bool) -> None:

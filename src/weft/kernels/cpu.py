@@ -69,23 +69,29 @@ def _lib() -> ctypes.CDLL:
 
 
 def int8_encode(
-    x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, behind: bool, key: int | None
+    x: Tensor,
+    block: int,
+    codes: Tensor,
+    scales: Tensor,
+    residual: Tensor | None,
+    pending: bool,
+    key: int | None,
 ) -> None:
     random, key = key is not None, key or 0
-    _lib().int8_encode(_at(x), x.numel(), block, _at(codes), _at(scales), _at(owed), behind, random, key)
+    _lib().int8_encode(_at(x), x.numel(), block, _at(codes), _at(scales), _at(residual), pending, random, key)
 
 
 def int8_decode(codes: Tensor, scales: Tensor, block: int, out: Tensor, add: bool) -> None:
     _lib().int8_decode(_at(codes), _at(scales), out.numel(), block, _at(out), add)
 
 
-def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, owed: Tensor | None, behind: bool) -> None:
-    _lib().sign_encode(_at(x), x.numel(), _at(bits), _at(scale), scaled, _at(owed), behind)
+def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, residual: Tensor | None, pending: bool) -> None:
+    _lib().sign_encode(_at(x), x.numel(), _at(bits), _at(scale), scaled, _at(residual), pending)
 
 
-def thin_right(m: Tensor, q: Tensor, p: Tensor, owed: Tensor | None) -> None:
-    """p = m q'; with `owed`: (owed + m) q', and that is left there."""
-    _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p), _at(owed))
+def thin_right(m: Tensor, q: Tensor, p: Tensor, residual: Tensor | None) -> None:
+    """p = m q'; with `residual`: (owed + m) q', and that is left there."""
+    _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p), _at(residual))
 
 
 def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
@@ -99,12 +105,12 @@ def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = 
     _lib().thin_product(_at(p), _at(q), *out.shape, p.shape[1], _at(taken_from), _at(out))
 
 
-def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
-    _lib().bf16_encode(_at(x), x.numel(), _at(out), _at(owed))
+def bf16_encode(x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+    _lib().bf16_encode(_at(x), x.numel(), _at(out), _at(residual))
 
 
-def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
-    _lib().onebit_encode(_at(x), x.numel() // width, width, _at(bits), _at(values), _at(owed), behind)
+def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, residual: Tensor | None, pending: bool) -> None:
+    _lib().onebit_encode(_at(x), x.numel() // width, width, _at(bits), _at(values), _at(residual), pending)
 
 
 def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bool) -> None:
@@ -119,12 +125,12 @@ def qsgd_encode(
     largest: bool,
     codes: Tensor,
     norms: Tensor,
-    owed: Tensor | None,
-    behind: bool,
+    residual: Tensor | None,
+    pending: bool,
     key: int,
 ) -> None:
     _lib().qsgd_encode(
-        _at(x), x.numel(), bucket, levels, width, largest, _at(codes), _at(norms), _at(owed), behind, key
+        _at(x), x.numel(), bucket, levels, width, largest, _at(codes), _at(norms), _at(residual), pending, key
     )
 
 
@@ -132,9 +138,11 @@ def qsgd_decode(codes: Tensor, norms: Tensor, bucket: int, levels: int, width: i
     _lib().qsgd_decode(_at(codes), _at(norms), out.numel(), bucket, levels, width, _at(out), add)
 
 
-def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
+def ternary_encode(
+    x: Tensor, scale: Tensor, codes: Tensor, residual: Tensor | None, pending: bool, key: int | None
+) -> None:
     random, key = key is not None, key or 0
-    _lib().ternary_encode(_at(x), x.numel(), float(scale), random, key, _at(codes), _at(owed), behind)
+    _lib().ternary_encode(_at(x), x.numel(), float(scale), random, key, _at(codes), _at(residual), pending)
 
 
 def ternary_decode(codes: Tensor, scale: Tensor, out: Tensor, add: bool) -> None:

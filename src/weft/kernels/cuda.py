@@ -39,10 +39,10 @@ def _uniform(i, key):
 
 
 @triton.jit
-def _due(x, owed, at, inside, behind):
+def _due(x, residual, at, inside, pending):
     v = tl.load(x + at, mask=inside, other=0.0)
-    if behind:
-        v += tl.load(owed + at, mask=inside, other=0.0)
+    if pending:
+        v += tl.load(residual + at, mask=inside, other=0.0)
     return v
 
 
@@ -130,13 +130,15 @@ _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _int8_codes(v, codes, owed, at, inside, scale, inverse, i, key, random: tl.constexpr, owes: tl.constexpr):
+def _int8_codes(
+    v, codes, residual, at, inside, scale, inverse, i, key, random: tl.constexpr, has_residual: tl.constexpr
+):
     q = v * inverse
     q = tl.floor(q + _uniform(i, key)) if random else (q + 12582912.0) - 12582912.0  # to the nearest, ties to even
     q = tl.minimum(tl.maximum(q, -127.0), 127.0)
     tl.store(codes + at, q.to(tl.int8), mask=inside)
-    if owes:
-        tl.store(owed + at, v - q * scale, mask=inside)
+    if has_residual:
+        tl.store(residual + at, v - q * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -144,13 +146,13 @@ def _int8_encode(
     x,
     codes,
     scales,
-    owed,
+    residual,
     count,
     key,
     block: tl.constexpr,
     random: tl.constexpr,
-    owes: tl.constexpr,
-    behind: tl.constexpr,
+    has_residual: tl.constexpr,
+    pending: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -160,12 +162,12 @@ def _int8_encode(
     most = tl.zeros([rows], tl.float32)
     if tile >= block:
         inside = (column < block) & (start + column < count)
-        v = _due(x, owed, start + column, inside, behind)
+        v = _due(x, residual, start + column, inside, pending)
         most = tl.max(tl.abs(v), axis=1)
     else:
         for begin in range(0, block, tile):
             c = begin + column
-            v = _due(x, owed, start + c, (c < block) & (start + c < count), behind)
+            v = _due(x, residual, start + c, (c < block) & (start + c < count), pending)
             most = tl.maximum(most, tl.max(tl.abs(v), axis=1))
     scale = tl.div_rn(most, 127.0)
     inverse = _reciprocal(scale)
@@ -174,23 +176,40 @@ def _int8_encode(
     scale, inverse = scale[:, None], inverse[:, None]
     if tile >= block:
         at = start + column
-        _int8_codes(v, codes, owed, at, inside, scale, inverse, at.to(tl.int32), key, random, owes)
+        _int8_codes(v, codes, residual, at, inside, scale, inverse, at.to(tl.int32), key, random, has_residual)
     else:
         for begin in range(0, block, tile):
             at = start + begin + column
             inside = (begin + column < block) & (at < count)
-            v = _due(x, owed, at, inside, behind)
-            _int8_codes(v, codes, owed, at, inside, scale, inverse, at.to(tl.int32), key, random, owes)
+            v = _due(x, residual, at, inside, pending)
+            _int8_codes(v, codes, residual, at, inside, scale, inverse, at.to(tl.int32), key, random, has_residual)
 
 
 def int8_encode(
-    x: Tensor, block: int, codes: Tensor, scales: Tensor, owed: Tensor | None, behind: bool, key: int | None
+    x: Tensor,
+    block: int,
+    codes: Tensor,
+    scales: Tensor,
+    residual: Tensor | None,
+    pending: bool,
+    key: int | None,
 ) -> None:
     rows, tile, warps = _shape(block)
     grid = (triton.cdiv(scales.numel(), rows),)
-    flags = {"random": key is not None, "owes": owed is not None, "behind": behind}
+    flags = {"random": key is not None, "has_residual": residual is not None, "pending": pending}
     _int8_encode[grid](
-        x, codes, scales, owed, x.numel(), _signed(key), block, **flags, rows=rows, tile=tile, num_warps=warps, **_EXACT
+        x,
+        codes,
+        scales,
+        residual,
+        x.numel(),
+        _signed(key),
+        block,
+        **flags,
+        rows=rows,
+        tile=tile,
+        num_warps=warps,
+        **_EXACT,
     )
 
 
@@ -210,41 +229,41 @@ def int8_decode(codes: Tensor, scales: Tensor, block: int, out: Tensor, add: boo
 
 
 @triton.jit
-def _sign_encode(x, bits, sizes, owed, count, behind: tl.constexpr, groups: tl.constexpr):
+def _sign_encode(x, bits, sizes, residual, count, pending: tl.constexpr, groups: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)[None, :]
     at = first[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     inside = at < count
-    v = _due(x, owed, at, inside, behind)
-    if behind:
-        tl.store(owed + at, v, mask=inside)
+    v = _due(x, residual, at, inside, pending)
+    if pending:
+        tl.store(residual + at, v, mask=inside)
     _store_packed((_negative(v) & inside).to(tl.int32), bits, first, (count + 7) // 8, 1, 8)
     tl.store(sizes + tl.program_id(0), tl.sum(tl.sum(tl.sum(tl.abs(v), axis=2), axis=1), axis=0))
 
 
 @triton.jit
-def _sign_rest(x, scale, owed, count, tile: tl.constexpr):
+def _sign_rest(x, scale, residual, count, tile: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     v, s = tl.load(x + at, mask=at < count, other=0.0), tl.load(scale)
-    tl.store(owed + at, v - tl.where(_negative(v), -s, s), mask=at < count)
+    tl.store(residual + at, v - tl.where(_negative(v), -s, s), mask=at < count)
 
 
-def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, owed: Tensor | None, behind: bool) -> None:
+def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, residual: Tensor | None, pending: bool) -> None:
     tiles = (triton.cdiv(x.numel(), _TILE),)
     sizes = x.new_empty(tiles)
-    _sign_encode[tiles](x, bits, sizes, owed, x.numel(), behind, _TILE // 8)
+    _sign_encode[tiles](x, bits, sizes, residual, x.numel(), pending, _TILE // 8)
     total = sizes.sum(dtype=torch.float64)
     scale.copy_(total / x.numel() if scaled else total > 0)
-    if owed is not None:
-        _sign_rest[tiles](owed if behind else x, scale, owed, x.numel(), _TILE, **_EXACT)
+    if residual is not None:
+        _sign_rest[tiles](residual if pending else x, scale, residual, x.numel(), _TILE, **_EXACT)
 
 
 @triton.jit
-def _onebit_tile(x, bits, owed, row, here, width, begin, behind: tl.constexpr, tile: tl.constexpr):
+def _onebit_tile(x, bits, residual, row, here, width, begin, pending: tl.constexpr, tile: tl.constexpr):
     """Some of each row's values, whose bits are stored; and what they add up to."""
     group = tl.arange(0, tile // 8)[None, :]
     column = begin + group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     inside = (column < width) & here[:, None, None]
-    v = _due(x, owed, (row * width)[:, None, None] + column, inside, behind)
+    v = _due(x, residual, (row * width)[:, None, None] + column, inside, pending)
     negative = _negative(v) & inside
     stride = (width + 7) // 8
     byte = begin // 8 + group
@@ -256,10 +275,10 @@ def _onebit_tile(x, bits, owed, row, here, width, begin, behind: tl.constexpr, t
 
 
 @triton.jit
-def _onebit_rest(v, owed, row, here, width, begin, up, down, tile: tl.constexpr):
+def _onebit_rest(v, residual, row, here, width, begin, up, down, tile: tl.constexpr):
     column = begin + tl.arange(0, tile // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     rest = v - tl.where(_negative(v), down[:, None, None], up[:, None, None])
-    tl.store(owed + (row * width)[:, None, None] + column, rest, mask=(column < width) & here[:, None, None])
+    tl.store(residual + (row * width)[:, None, None] + column, rest, mask=(column < width) & here[:, None, None])
 
 
 @triton.jit
@@ -267,21 +286,21 @@ def _onebit_encode(
     x,
     bits,
     values,
-    owed,
+    residual,
     count,
     width,
-    owes: tl.constexpr,
-    behind: tl.constexpr,
+    has_residual: tl.constexpr,
+    pending: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
     whole: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     here = row < count
-    v, below, above, negatives = _onebit_tile(x, bits, owed, row, here, width, 0, behind, tile)
+    v, below, above, negatives = _onebit_tile(x, bits, residual, row, here, width, 0, pending, tile)
     if not whole:
         for begin in range(tile, width, tile):
-            _, less, more, some = _onebit_tile(x, bits, owed, row, here, width, begin, behind, tile)
+            _, less, more, some = _onebit_tile(x, bits, residual, row, here, width, begin, pending, tile)
             below += less
             above += more
             negatives += some
@@ -289,22 +308,28 @@ def _onebit_encode(
     down = tl.div_rn(below, tl.maximum(negatives, 1).to(tl.float32))
     tl.store(values + 2 * row, up, mask=here)
     tl.store(values + 2 * row + 1, down, mask=here)
-    if owes:
-        _onebit_rest(v, owed, row, here, width, 0, up, down, tile)
+    if has_residual:
+        _onebit_rest(v, residual, row, here, width, 0, up, down, tile)
         if not whole:
             column = tl.arange(0, tile // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
             for begin in range(tile, width, tile):
                 inside = (begin + column < width) & here[:, None, None]
-                more = _due(x, owed, (row * width)[:, None, None] + begin + column, inside, behind)
-                _onebit_rest(more, owed, row, here, width, begin, up, down, tile)
+                more = _due(x, residual, (row * width)[:, None, None] + begin + column, inside, pending)
+                _onebit_rest(more, residual, row, here, width, begin, up, down, tile)
 
 
-def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, owed: Tensor | None, behind: bool) -> None:
+def onebit_encode(x: Tensor, width: int, bits: Tensor, values: Tensor, residual: Tensor | None, pending: bool) -> None:
     count = x.numel() // width
-    rows, tile, warps = _shape(width, _ROW if owed is not None else _TILE)
-    flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "whole": width <= tile}
+    rows, tile, warps = _shape(width, _ROW if residual is not None else _TILE)
+    flags = {
+        "has_residual": residual is not None,
+        "pending": pending,
+        "rows": rows,
+        "tile": tile,
+        "whole": width <= tile,
+    }
     grid = (triton.cdiv(count, rows),)
-    _onebit_encode[grid](x, bits, values, owed, count, width, **flags, num_warps=warps, **_EXACT)
+    _onebit_encode[grid](x, bits, values, residual, count, width, **flags, num_warps=warps, **_EXACT)
 
 
 @triton.jit
@@ -338,7 +363,7 @@ def _shrink(most):
 def _qsgd_codes(
     v,
     codes,
-    owed,
+    residual,
     at,
     inside,
     group,
@@ -349,15 +374,15 @@ def _qsgd_codes(
     levels: tl.constexpr,
     width: tl.constexpr,
     some: tl.constexpr,
-    owes: tl.constexpr,
+    has_residual: tl.constexpr,
 ):
     level = tl.minimum(tl.floor(tl.abs(v) * factor + _uniform(at, key)), levels)
     level = tl.where(_negative(v), -level, level)
     _store_packed(
         tl.where(inside, level.to(tl.int32) + levels, 0), codes, group * (width * some // 8), most, width, some
     )
-    if owes:
-        tl.store(owed + at, v - level * unit, mask=inside)
+    if has_residual:
+        tl.store(residual + at, v - level * unit, mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -365,7 +390,7 @@ def _qsgd_encode(
     x,
     codes,
     norms,
-    owed,
+    residual,
     count,
     key,
     bucket: tl.constexpr,
@@ -373,8 +398,8 @@ def _qsgd_encode(
     width: tl.constexpr,
     largest: tl.constexpr,
     some: tl.constexpr,
-    owes: tl.constexpr,
-    behind: tl.constexpr,
+    has_residual: tl.constexpr,
+    pending: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -382,8 +407,8 @@ def _qsgd_encode(
     x += first * bucket
     codes += first * (bucket * width // 8)
     norms += first
-    if owes:
-        owed += first * bucket
+    if has_residual:
+        residual += first * bucket
     key += (first * bucket).to(tl.int32) * -1640531527
     count = tl.minimum(count - first * bucket, rows * bucket).to(tl.int32)
     row = tl.arange(0, rows)
@@ -395,7 +420,7 @@ def _qsgd_encode(
     if tile >= bucket:
         at = start + column
         inside = (column < bucket) & (at < count)
-        v = _due(x, owed, at, inside, behind)
+        v = _due(x, residual, at, inside, pending)
         most = tl.max(tl.max(tl.abs(v), axis=2), axis=1)
         shrink = _shrink(most)
         small = v * shrink[:, None, None]
@@ -403,12 +428,12 @@ def _qsgd_encode(
     else:
         for begin in range(0, bucket, tile):
             at = start + begin + column
-            v = _due(x, owed, at, (begin + column < bucket) & (at < count), behind)
+            v = _due(x, residual, at, (begin + column < bucket) & (at < count), pending)
             most = tl.maximum(most, tl.max(tl.max(tl.abs(v), axis=2), axis=1))
         shrink = _shrink(most)
         for begin in range(0, bucket, tile):
             at = start + begin + column
-            v = _due(x, owed, at, (begin + column < bucket) & (at < count), behind) * shrink[:, None, None]
+            v = _due(x, residual, at, (begin + column < bucket) & (at < count), pending) * shrink[:, None, None]
             squares += tl.sum(tl.sum(v * v, axis=2), axis=1)
     norm = tl.where(shrink > 0, tl.minimum(tl.div_rn(tl.sqrt_rn(squares), shrink), 3.4028234e38), 0.0)
     if largest:
@@ -422,14 +447,16 @@ def _qsgd_encode(
     pack = (row * (bucket // some))[:, None] + group
     if tile >= bucket:
         pack = tl.where(group * some < bucket, pack, last)
-        _qsgd_codes(v, codes, owed, at, inside, pack, factor, unit, last, key, levels, width, some, owes)
+        _qsgd_codes(v, codes, residual, at, inside, pack, factor, unit, last, key, levels, width, some, has_residual)
     else:
         for begin in range(0, bucket, tile):
             at = start + begin + column
             inside = (begin + column < bucket) & (at < count)
-            v = _due(x, owed, at, inside, behind)
+            v = _due(x, residual, at, inside, pending)
             here = tl.where(begin + group * some < bucket, pack + begin // some, last)
-            _qsgd_codes(v, codes, owed, at, inside, here, factor, unit, last, key, levels, width, some, owes)
+            _qsgd_codes(
+                v, codes, residual, at, inside, here, factor, unit, last, key, levels, width, some, has_residual
+            )
 
 
 def qsgd_encode(
@@ -440,16 +467,16 @@ def qsgd_encode(
     largest: bool,
     codes: Tensor,
     norms: Tensor,
-    owed: Tensor | None,
-    behind: bool,
+    residual: Tensor | None,
+    pending: bool,
     key: int,
 ) -> None:
     rows, tile, warps = _shape(bucket)
     some = _group(width, bucket)
-    flags = {"owes": owed is not None, "behind": behind, "rows": rows, "tile": tile, "num_warps": warps}
+    flags = {"has_residual": residual is not None, "pending": pending, "rows": rows, "tile": tile, "num_warps": warps}
     grid = (triton.cdiv(norms.numel(), rows),)
     _qsgd_encode[grid](
-        x, codes, norms, owed, x.numel(), _signed(key), bucket, levels, width, largest, some, **flags, **_EXACT
+        x, codes, norms, residual, x.numel(), _signed(key), bucket, levels, width, largest, some, **flags, **_EXACT
     )
 
 
@@ -482,31 +509,35 @@ def _ternary_encode(
     x,
     scale,
     codes,
-    owed,
+    residual,
     count,
     key,
     random: tl.constexpr,
-    owes: tl.constexpr,
-    behind: tl.constexpr,
+    has_residual: tl.constexpr,
+    pending: tl.constexpr,
     groups: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)[None, :]
     at = group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
     inside = at < count
-    v, s = _due(x, owed, at, inside, behind), tl.load(scale)
+    v, s = _due(x, residual, at, inside, pending), tl.load(scale)
     if random:
         sent = tl.minimum(tl.abs(v), s) * _reciprocal(s) > _uniform(at.to(tl.int32), key)
     else:
         sent = tl.abs(v) >= s
     level = tl.where(sent, tl.where(_negative(v), -1, 1), 0)
     _store_packed(tl.where(inside, level + 1, 0), codes, group * 4, (count * 2 + 7) // 8, 2, 16)
-    if owes:
-        tl.store(owed + at, v - level.to(tl.float32) * s, mask=inside)
+    if has_residual:
+        tl.store(residual + at, v - level.to(tl.float32) * s, mask=inside)
 
 
-def ternary_encode(x: Tensor, scale: Tensor, codes: Tensor, owed: Tensor | None, behind: bool, key: int | None) -> None:
-    flags = {"random": key is not None, "owes": owed is not None, "behind": behind, "groups": _TILE // 16}
-    _ternary_encode[(triton.cdiv(x.numel(), _TILE),)](x, scale, codes, owed, x.numel(), _signed(key), **flags, **_EXACT)
+def ternary_encode(
+    x: Tensor, scale: Tensor, codes: Tensor, residual: Tensor | None, pending: bool, key: int | None
+) -> None:
+    flags = {"random": key is not None, "has_residual": residual is not None, "pending": pending, "groups": _TILE // 16}
+    _ternary_encode[(triton.cdiv(x.numel(), _TILE),)](
+        x, scale, codes, residual, x.numel(), _signed(key), **flags, **_EXACT
+    )
 
 
 @triton.jit
@@ -541,10 +572,10 @@ def moments(x: Tensor) -> Tensor:
 # --- narrower floats --------------------------------------------------------------------------------------------------
 
 
-def bf16_encode(x: Tensor, out: Tensor, owed: Tensor | None) -> None:
+def bf16_encode(x: Tensor, out: Tensor, residual: Tensor | None) -> None:
     out.copy_(x)
-    if owed is not None:
-        torch.sub(x, out, out=owed)
+    if residual is not None:
+        torch.sub(x, out, out=residual)
 
 
 def sparse_add(places: Tensor, values: Tensor, out: Tensor) -> None:

@@ -13,12 +13,12 @@ def _thin_right(
     m,
     q,
     p,
-    owed,
+    residual,
     height,
     width,
     rank: tl.constexpr,
     ranks: tl.constexpr,
-    behind: tl.constexpr,
+    pending: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -29,21 +29,21 @@ def _thin_right(
         column = begin + tl.arange(0, tile)[None, None, :]
         at, inside = row * width + column, (row < height) & (column < width)
         v = tl.load(m + at, mask=inside, other=0.0)
-        if behind:
-            v += tl.load(owed + at, mask=inside, other=0.0)
-            tl.store(owed + at, v, mask=inside)
+        if pending:
+            v += tl.load(residual + at, mask=inside, other=0.0)
+            tl.store(residual + at, v, mask=inside)
         total += v * tl.load(q + k * width + column, mask=(k < rank) & (column < width), other=0.0)
     to = row * rank + k
     tl.store(p + to, tl.sum(total, axis=2, keep_dims=True), mask=(row < height) & (k < rank))
 
 
-def thin_right(m: Tensor, q: Tensor, p: Tensor, owed: Tensor | None) -> None:
-    """p = m q'; with `owed`: (owed + m) q', and that is left there."""
+def thin_right(m: Tensor, q: Tensor, p: Tensor, residual: Tensor | None) -> None:
+    """p = m q'; with `residual`: (owed + m) q', and that is left there."""
     (height, width), rank = m.shape, q.shape[0]
     ranks = triton.next_power_of_2(rank)
     rows = max(1, 16 // ranks)
     grid = (triton.cdiv(height, rows),)
-    _thin_right[grid](m, q, p, owed, height, width, rank, ranks, owed is not None, rows, 1024, num_warps=8)
+    _thin_right[grid](m, q, p, residual, height, width, rank, ranks, residual is not None, rows, 1024, num_warps=8)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ class Cluster:
         self.links = [Link(host=host, asked=rate) for host, rate in rates.items()]
         self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
         self.verify, self.detached = verify, name is not None
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._shard_server: subprocess.Popen[bytes] | None = None
 
     @property
     def hosts(self) -> int:
@@ -102,7 +102,7 @@ class Cluster:
         if sys.platform != "linux":
             raise NoLabError("emulated clusters need Linux; use --links loopback to run without shaped links")
         spec = {"name": self.name, "rates": [int(link.asked) for link in self.links], "detached": self.detached}
-        self._keeper = subprocess.Popen(
+        self._shard_server = subprocess.Popen(
             [sys.executable, "-m", "weft.lab.cluster_process", json.dumps(spec)],
             stdin=subprocess.DEVNULL if self.detached else subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -110,8 +110,8 @@ class Cluster:
             start_new_session=self.detached,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_path()), "OMP_NUM_THREADS": "1"},
         )
-        assert self._keeper.stdout is not None
-        word = self._keeper.stdout.readline()
+        assert self._shard_server.stdout is not None
+        word = self._shard_server.stdout.readline()
         said = json.loads(word) if word else {"error": "the emulated cluster ended as it began", "refused": True}
         if "error" in said:
             self.down()
@@ -121,7 +121,7 @@ class Cluster:
 
     def down(self) -> None:
         """Take it apart, with whatever still runs on its hosts."""
-        keeper, self._keeper = self._keeper, None
+        keeper, self._shard_server = self._shard_server, None
         if keeper is None:
             return
         if keeper.stdin is not None:

@@ -26,7 +26,7 @@ from weft.lab import trial
 from weft.lab.cluster import Cluster, Loopback, NoLabError
 from weft.lab.report import write_report
 from weft.lab.rows import Board
-from weft.lab.spec import Request, contenders, parse_slow, spelled
+from weft.lab.spec import CompareSpec, contenders, parse_slow, spelled
 from weft.lab.trial import Contender, Sample, Site, Task
 from weft.profile import Profile
 from weft.runtime.launch.launcher import JobFailedError, find_job
@@ -68,30 +68,30 @@ def compare(
 ) -> Comparison:
     """Run `job` under each strategy and peer on an emulated cluster, and compare.
 
-    A mapping names its strategies. `options` are the fields of `Request`: hosts, bandwidth, links, slow, compute,
+    A mapping names its strategies. `options` are the fields of `CompareSpec`: hosts, bandwidth, links, slow, compute,
     profile, steps, seeds, target_loss, network, out, args.
     """
-    return conduct(Request(job=job, contenders=contenders(strategies, peers), **options).checked(), watch)
+    return conduct(CompareSpec(job=job, contenders=contenders(strategies, peers), **options).checked(), watch)
 
 
-def conduct(request: Request, watch: Callable[[Board], None]) -> Comparison:
+def conduct(spec: CompareSpec, watch: Callable[[Board], None]) -> Comparison:
     """Carry a comparison out. Interrupted, it keeps and reports what is finished."""
-    out = _folder(request)
+    out = _folder(spec)
     fresh = not out.exists()
-    board = Board(request)
+    board = Board(spec)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
-        with _site(request) as site:
+        with _site(spec) as site:
             board.links, board.threads = [link.row() for link in site.links], site.threads
             board.emulated = isinstance(site, Cluster)
             _make(out)
-            _runs(request, board, site, out, watch)
+            _runs(spec, board, site, out, watch)
     except BaseException as error:
         board.interrupted = isinstance(error, KeyboardInterrupt)
         if not board.interrupted or not (board.samples or board.errors):
             _tidy(out, fresh)
             raise
-    result = _result(request, board, out, began)
+    result = _result(spec, board, out, began)
     write_json(out / "compare.json", result)
     try:
         report = write_report(result, out)
@@ -103,22 +103,22 @@ def conduct(request: Request, watch: Callable[[Board], None]) -> Comparison:
 
 
 @contextmanager
-def _site(request: Request) -> Iterator[Site]:
+def _site(spec: CompareSpec) -> Iterator[Site]:
     """The cluster, or plain processes where that was asked for or nothing else can be."""
-    if request.network != "loopback":
+    if spec.network != "loopback":
         with ExitStack() as stack:
             try:
-                cluster = stack.enter_context(Cluster(request.all_hosts, request.bandwidth, request.links))
+                cluster = stack.enter_context(Cluster(spec.all_hosts, spec.bandwidth, spec.links))
             except NoLabError:
-                if request.network == "emulated":
+                if spec.network == "emulated":
                     raise
             else:
                 yield cluster
                 return
-    yield Loopback(request.all_hosts)
+    yield Loopback(spec.all_hosts)
 
 
-def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable[[Board], None]) -> None:
+def _runs(spec: CompareSpec, board: Board, site: Site, out: Path, watch: Callable[[Board], None]) -> None:
     """One host first, then rounds; computing alone is measured in every round, as one contender among others."""
 
     def once(contender: Contender, task: Task, seed: int, name: str, **more: Any) -> Sample:
@@ -128,30 +128,30 @@ def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable
 
         board.running, board.event = contender.name, {}
         watch(board)
-        return trial.run(task, site, contender, seed, out / name, on_event, **{"hosts": request.hosts} | more)
+        return trial.run(task, site, contender, seed, out / name, on_event, **{"hosts": spec.hosts} | more)
 
-    task = Task(job=request.job, args=request.args, steps=request.steps, target_loss=request.target_loss)
+    task = Task(job=spec.job, args=spec.args, steps=spec.steps, target_loss=spec.target_loss)
     profile_file = out / "profile.json"
-    short = replace(task, steps=min(request.steps, _SURVEY_STEPS), profile=request.profile)
+    short = replace(task, steps=min(spec.steps, _SURVEY_STEPS), profile=spec.profile)
     started = time.monotonic()
     one = Contender(name="one host", strategy=Strategy())
-    measured = None if request.profile else profile_file
+    measured = None if spec.profile else profile_file
     board.one_host = once(one, short, 0, "one-host", hosts=1, profile_to=measured)
     startup = time.monotonic() - started - short.steps * board.one_host_s()
-    if request.compute == "sleep":
-        board.profile = request.profile or Profile.read(profile_file)
+    if spec.compute == "sleep":
+        board.profile = spec.profile or Profile.read(profile_file)
         board.profile.write(profile_file)
-    task = replace(task, slow=parse_slow(request.slow, request.hosts), profile=board.profile)
-    board.expected_s = _expected(request, board, startup)
+    task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=board.profile)
+    board.expected_s = _expected(spec, board, startup)
     watch(board)
-    for seed in range(request.seeds):
-        order = [_ALONE, *request.contenders]
+    for seed in range(spec.seeds):
+        order = [_ALONE, *spec.contenders]
         for contender in order if seed % 2 == 0 else reversed(order):
             if contender.name in board.errors:
                 continue
             number = order.index(contender)
             try:
-                _fit(contender, request)
+                _fit(contender, spec)
                 sample = once(contender, task, seed, f"{number:02d}-seed{seed}", trace=seed == 0)
             except (JobFailedError, UserError) as error:
                 if contender is _ALONE:
@@ -163,8 +163,8 @@ def _runs(request: Request, board: Board, site: Site, out: Path, watch: Callable
             watch(board)
 
 
-def _fit(contender: Contender, request: Request) -> None:
-    if contender.peer and request.compute == "sleep" and not others.find(contender.peer).sleeps:
+def _fit(contender: Contender, spec: CompareSpec) -> None:
+    if contender.peer and spec.compute == "sleep" and not others.find(contender.peer).sleeps:
         raise UserError("sleeping compute does not call the model's layers, which this peer needs; use --compute real")
 
 
@@ -173,26 +173,26 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _expected(request: Request, board: Board, startup: float) -> float:
+def _expected(spec: CompareSpec, board: Board, startup: float) -> float:
     """How long it will take: starting, and for each step the larger of computing on shared cores and the wire."""
     assert board.one_host is not None
     cores = os.cpu_count() or 1
-    crowd = max(1.0, request.hosts * board.threads / cores)
-    computing = board.one_host_s() * (crowd if request.compute == "real" else 1.0)
+    crowd = max(1.0, spec.hosts * board.threads / cores)
+    computing = board.one_host_s() * (crowd if spec.compute == "real" else 1.0)
     specs = run_folder.model(board.one_host.folder)
     rate = min((link["payload_bytes_s"] for link in board.links), default=None)
     total = 0.0
-    for contender in (_ALONE, *request.contenders):
-        wire = contender.declared_bytes(specs, request.hosts) / rate if rate else 0.0
-        total += startup * crowd + request.steps * (computing + wire)
-    return total * request.seeds
+    for contender in (_ALONE, *spec.contenders):
+        wire = contender.declared_bytes(specs, spec.hosts) / rate if rate else 0.0
+        total += startup * crowd + spec.steps * (computing + wire)
+    return total * spec.seeds
 
 
-def _folder(request: Request) -> Path:
+def _folder(spec: CompareSpec) -> Path:
     """A new folder for the runs, the result and the report."""
-    out = Path(request.out) if request.out is not None else None
+    out = Path(spec.out) if spec.out is not None else None
     if out is None:
-        stem = find_job(request.job).stem
+        stem = find_job(spec.job).stem
         numbers = (Path("runs") / f"compare-{stem}{'' if n == 1 else f'-{n}'}" for n in range(1, 100_000))
         out = next(folder for folder in numbers if not folder.exists())
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -215,9 +215,9 @@ def _tidy(out: Path, fresh: bool) -> None:
             out.parent.rmdir()
 
 
-def _result(request: Request, board: Board, out: Path, began: str) -> dict[str, Any]:
+def _result(spec: CompareSpec, board: Board, out: Path, began: str) -> dict[str, Any]:
     finished = {name: samples[0] for name, samples in board.samples.items()}
-    learns = request.compute == "real"
+    learns = spec.compute == "real"
     curves = {name: trial.curve(sample) for name, sample in finished.items()} if learns else {}
     timelines = {name: trial.timeline(sample.folder) for name, sample in finished.items()}
     every = [sample for samples in board.samples.values() for sample in samples]
@@ -233,18 +233,18 @@ def _result(request: Request, board: Board, out: Path, began: str) -> dict[str, 
     }
     one = board.one_host
     return {
-        "job": find_job(request.job).stem,
-        "command": request.command or spelled(request),
-        "compute": request.compute,
-        "steps": request.steps,
-        "warmup": Task(job=request.job, steps=request.steps).warmup(),
-        "seeds": list(range(request.seeds)),
-        "target_loss": request.target_loss,
+        "job": find_job(spec.job).stem,
+        "command": spec.command or spelled(spec),
+        "compute": spec.compute,
+        "steps": spec.steps,
+        "warmup": Task(job=spec.job, steps=spec.steps).warmup(),
+        "seeds": list(range(spec.seeds)),
+        "target_loss": spec.target_loss,
         "date": began,
         "cluster": {
-            "hosts": request.hosts,
+            "hosts": spec.hosts,
             "emulated": board.emulated,
-            "slow": list(request.slow),
+            "slow": list(spec.slow),
             "links": board.links,
         },
         "machine": machine,

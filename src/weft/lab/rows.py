@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.lab.spec import Request
+from weft.lab.spec import CompareSpec
 from weft.lab.trial import Contender, Sample
 from weft.profile import Profile
 
@@ -16,7 +16,7 @@ from weft.profile import Profile
 class Board:
     """How far a comparison is, for whoever watches: what is done, and what runs."""
 
-    request: Request
+    spec: CompareSpec
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     alone: list[Sample] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Board:
     interrupted: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self._row(contender) for contender in self.request.contenders]
+        return [self._row(contender) for contender in self.spec.contenders]
 
     def _row(self, contender: Contender) -> dict[str, Any]:
         samples = self.samples.get(contender.name, [])
@@ -39,7 +39,7 @@ class Board:
         row: dict[str, Any] = {"name": contender.name, "kind": kind, "sentence": contender.sentence}
         if not samples:
             reason = self.errors.get(contender.name) or ("stopped before it ran" if self.interrupted else "not run yet")
-            return row | dict.fromkeys(_FIGURES) | {"compute": self.request.compute, "error": reason}
+            return row | dict.fromkeys(_FIGURES) | {"compute": self.spec.compute, "error": reason}
         times = [seconds for sample in samples for seconds in sample.steps_s]
         step_s, middle = statistics.median(times), statistics.median
         alone = self.computing_alone()
@@ -67,11 +67,11 @@ class Board:
             "time_to_target_s": middle(reached) if len(reached) == len(samples) else None,
             "asynchrony": samples[0].asynchrony,
         }
-        return row | figures | {"compute": self.request.compute, "error": self.errors.get(contender.name)}
+        return row | figures | {"compute": self.spec.compute, "error": self.errors.get(contender.name)}
 
     def _together(self, sample: Sample) -> float:
         """Samples in a second where every host goes at its own pace: the sum of their rates."""
-        return sum(sample.samples / self.request.hosts / seconds for seconds in sample.host_steps_s)
+        return sum(sample.samples / self.spec.hosts / seconds for seconds in sample.host_steps_s)
 
     def one_host_s(self) -> float:
         assert self.one_host is not None
@@ -86,7 +86,7 @@ class Board:
     def _computing_bound(self, alone: float, busy: float) -> float:
         """Where computing fills the cores, communication's own processor time comes on top."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        filled = self.request.compute == "real" and self.request.hosts * self.threads >= cores
+        filled = self.spec.compute == "real" and self.spec.hosts * self.threads >= cores
         if not filled or not self.alone:
             return alone
         extra = busy - statistics.median(sample.busy_s for sample in self.alone)

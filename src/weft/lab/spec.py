@@ -29,7 +29,7 @@ Links = Literal["emulated", "loopback", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompareSpec:
     """What to compare, and on what."""
 
     job: str
@@ -52,10 +52,10 @@ class Request:
     @property
     def all_hosts(self) -> int:
         """The workers' and, behind them, as many for servers as the contender has that wants most."""
-        homes = [home for contender in self.contenders for home in contender.homes(self.hosts)]
-        return max([self.hosts, *(home + 1 for home in homes)])
+        server_hosts = [home for contender in self.contenders for home in contender.server_hosts(self.hosts)]
+        return max([self.hosts, *(home + 1 for home in server_hosts)])
 
-    def checked(self) -> Request:
+    def checked(self) -> CompareSpec:
         find_job(self.job)
         names = [contender.name for contender in self.contenders]
         if not names:
@@ -106,18 +106,18 @@ def contenders(strategies: Sequence[str | Strategy | Mapping[str, str]], names: 
     return tuple(found)
 
 
-def spelled(request: Request) -> str:
+def spelled(spec: CompareSpec) -> str:
     """The command that would do the same."""
-    words = ["weft", "compare", request.job]
-    words += [str(contender.strategy) for contender in request.contenders if contender.strategy is not None]
-    named = ",".join(contender.peer for contender in request.contenders if contender.peer)
+    words = ["weft", "compare", spec.job]
+    words += [str(contender.strategy) for contender in spec.contenders if contender.strategy is not None]
+    named = ",".join(contender.peer for contender in spec.contenders if contender.peer)
     words += ["--peers", named] if named else []
-    words += ["--hosts", str(request.hosts), "--bandwidth", request.bandwidth]
-    for host, rate in request.links.items():
+    words += ["--hosts", str(spec.hosts), "--bandwidth", spec.bandwidth]
+    for host, rate in spec.links.items():
         words += ["--link", f"{host}={rate}"]
-    for each in request.slow:
+    for each in spec.slow:
         words += ["--slow", each]
-    words += ["--compute", request.compute, "--steps", str(request.steps), "--seeds", str(request.seeds)]
-    words += ["--target-loss", str(request.target_loss)] if request.target_loss is not None else []
-    words += ["--links", request.network] if request.network != "emulated" else []
-    return shlex.join([*words, *(["--", *request.args] if request.args else [])])
+    words += ["--compute", spec.compute, "--steps", str(spec.steps), "--seeds", str(spec.seeds)]
+    words += ["--target-loss", str(spec.target_loss)] if spec.target_loss is not None else []
+    words += ["--links", spec.network] if spec.network != "emulated" else []
+    return shlex.join([*words, *(["--", *spec.args] if spec.args else [])])

@@ -61,11 +61,11 @@ class Contender:
     @property
     def in_step(self) -> bool:
         """Whether all workers take each step together."""
-        return self.strategy is None or self.strategy.synchrony.everyone
+        return self.strategy is None or self.strategy.synchrony.lockstep
 
-    def homes(self, workers: int) -> tuple[int, ...]:
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
         """Where its servers sit, if it has any."""
-        return self.strategy.topology.homes(workers) if self.strategy is not None else ()
+        return self.strategy.topology.server_hosts(workers) if self.strategy is not None else ()
 
     def declared_bytes(self, specs: Sequence[Spec], workers: int) -> float:
         """What one worker must send in a step, on average."""
@@ -81,8 +81,8 @@ class Contender:
 
     def link_bytes(self, specs: Sequence[Spec], workers: int) -> float:
         """What the busiest link must carry in a step, on average, one way, where servers send models back; else 0."""
-        homes = self.homes(workers)
-        if not homes:
+        server_hosts = self.server_hosts(workers)
+        if not server_hosts:
             return 0.0
         assert self.strategy is not None
         topology, model = self.strategy.topology, sum(spec.nbytes for spec in specs)
@@ -90,7 +90,7 @@ class Contender:
         often = self.strategy.optimization
         back = topology.link_bytes(Sum, model, workers) * often.fetches
         there = sum(topology.link_bytes(each.op, each.nbytes, workers) for each in rounds) * often.pushes
-        return max(back, there) if homes[0] >= workers else (back + there) / 2  # the same links carry both
+        return max(back, there) if server_hosts[0] >= workers else (back + there) / 2  # the same links carry both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ def run(
             job=task.job,
             args=task.args,
             workers=hosts,
-            servers=len(contender.homes(hosts)),
-            forgoes=contender.strategy is not None and contender.strategy.forgoes,
+            servers=len(contender.server_hosts(hosts)),
+            survives_worker_loss=contender.strategy is not None and contender.strategy.survives_worker_loss,
             strategy=contender.strategy,
             steps=task.steps,
             seed=seed,
@@ -229,7 +229,7 @@ def _seats(
     seats = []
     for host, seat in enumerate(site.seats(range(hosts))):
         seats.append(slow_seat(replace(seat, env={**seat.env, **env}), task.slow.get(host)))
-    return (*seats, *site.seats(contender.homes(hosts)))
+    return (*seats, *site.seats(contender.server_hosts(hosts)))
 
 
 def slow_seat(seat: Seat, slow: Slow | None) -> Seat:

@@ -80,7 +80,7 @@ class _Straggler:
     """Stretches real computing: after each part, idle for (factor - 1) times as long as it took."""
 
     def __init__(self, factor: Callable[[], float]) -> None:
-        self.factor, self.now, self.owed = factor, 1.0, 0.0
+        self.factor, self.now, self.backlog_s = factor, 1.0, 0.0
         self.mark = time.perf_counter()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -99,11 +99,11 @@ class _Straggler:
         self.mark = time.perf_counter()
 
     def _stretch(self) -> None:
-        self.owed += (time.perf_counter() - self.mark) * (self.now - 1)
-        if self.owed > _LEAST_NAP_S:
+        self.backlog_s += (time.perf_counter() - self.mark) * (self.now - 1)
+        if self.backlog_s > _LEAST_NAP_S:
             began = time.perf_counter()
-            time.sleep(self.owed)
-            self.owed -= time.perf_counter() - began
+            time.sleep(self.backlog_s)
+            self.backlog_s -= time.perf_counter() - began
         self._mark()
 
     def _step(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:

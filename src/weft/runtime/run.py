@@ -9,7 +9,7 @@
         run.log(loss=loss)
 
 Model and optimizer stay the user's own objects: hooks are attached to the parameters (`gradients`), exchanges run
-beside backward (`engine`), batches are dealt to logical workers (`shard`, `turns`), and every step leaves an event
+beside backward (`engine`), batches are dealt to logical workers (`shard`, `passes`), and every step leaves an event
 (`record`).
 """
 
@@ -35,20 +35,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
-from weft.runtime.checkpoint.lifecycle import BetweenSteps, policy_here
+from weft.runtime.checkpoint.lifecycle import Lifecycle, policy_here
 from weft.runtime.checkpoint.state import Parts
-from weft.runtime.checks.step_status import Guard, check_batches
+from weft.runtime.checks.step_status import StepStatus, check_batches
 from weft.runtime.engine.engine import Engine
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.strategy_source import choose_strategy
 from weft.runtime.launch.world import World
-from weft.runtime.loop.between_passes import Carried
-from weft.runtime.loop.data_position import Reading
+from weft.runtime.loop.between_passes import BetweenPasses
+from weft.runtime.loop.data_position import DataPosition
 from weft.runtime.loop.data_sharding import Dealer, Shard
-from weft.runtime.loop.late_changes import Bypass
-from weft.runtime.loop.logical_workers import Turns
+from weft.runtime.loop.late_changes import LateChanges
+from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.momentum import check_claims, claimed_momentum, claims
-from weft.runtime.loop.partial_step import Piecewise, hooked, obstacle
+from weft.runtime.loop.partial_step import PartialStep, has_step_hooks, why_not_partial
 from weft.runtime.loop.sample_shares import Count
 from weft.runtime.modes.all_reduce import Gradients
 from weft.runtime.modes.local_steps import Apart
@@ -56,7 +56,7 @@ from weft.runtime.modes.parameter_server import Served
 from weft.runtime.modes.shared_memory import share
 from weft.runtime.pace import Pace
 from weft.runtime.record.clock import Clock
-from weft.runtime.record.events import Recorder, Watch, progress_pipe, write_json
+from weft.runtime.record.events import PhaseTimer, Recorder, progress_pipe, write_json
 from weft.runtime.record.run_folder import describe, describe_model
 from weft.runtime.server.process import ServerRun
 from weft.store.checkpoint import Policy
@@ -142,7 +142,7 @@ class Run:
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         timeout_s = seconds("WEFT_TIMEOUT_S", 600)
-        self._among_servers = bool(strategy.topology.homes(world.workers)) and wrapper is None
+        self._among_servers = bool(strategy.topology.server_hosts(world.workers)) and wrapper is None
         self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and wrapper is None
         apart = self._among_servers or self._shares_memory  # workers need not know each other
         if not apart:
@@ -152,29 +152,29 @@ class Run:
         staged = self.device.type == "cuda" and world.shared_gpus
         mesh = world.mesh(timeout_s) if not apart else None
         self._transport = Processes(strategy.topology, world.layout, staged=staged, mesh=mesh)
-        self._turns = Turns(world.layout, seed)
+        self._passes = Passes(world.layout, seed)
         self._clock = Clock(self.device)
         self._recorder = self._record()
-        self._watch = Watch(self._clock, self._recorder)
-        self._reading = Reading()
-        self._between = BetweenSteps(
+        self._phases = PhaseTimer(self._clock, self._recorder)
+        self._position = DataPosition()
+        self._lifecycle = Lifecycle(
             strategy=strategy,
             steps=steps,
             seed=seed,
             folder=self.folder,
             asked_for=policy,
             resume=Path(resume) if resume else None,
-            turns=self._turns,
-            reading=self._reading,
+            passes=self._passes,
+            position=self._position,
             transport=self._transport,
-            watch=self._watch,
+            phases=self._phases,
             timeout_s=timeout_s,
             settle=self._settle,
         )
         self._gradients: Gradients | None = None
         self._served: Served | None = None
-        self._bypass: Bypass | None = None
-        self._guard = Guard((), (), lossless=True)
+        self._late_changes: LateChanges | None = None
+        self._status = StepStatus((), (), lossless=True)
         self._model: nn.Module | None = None
         self._followed = False
         self._report: dict[str, Any] = {}
@@ -186,7 +186,7 @@ class Run:
     @property
     def rank(self) -> int:
         """The logical worker whose turn it is; its data order and random numbers follow from this number."""
-        return self._turns.rank
+        return self._passes.rank
 
     @property
     def workers(self) -> int:
@@ -200,7 +200,7 @@ class Run:
     @property
     def step(self) -> int:
         """Optimizer steps taken so far."""
-        return self._turns.step
+        return self._passes.step
 
     # --- the three lines --------------------------------------------------------------------------------------------
 
@@ -227,65 +227,69 @@ class Run:
             keep_memory()
             self._transport.spread([*model.parameters(), *model.buffers()])
         momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
-        parts = Parts(model=model, optimizer=optimizer, followers=followers, turns=self._turns, reading=self._reading)
+        parts = Parts(
+            model=model, optimizer=optimizer, followers=followers, passes=self._passes, position=self._position
+        )
         if self._among_servers:
             kind = Apart if self.strategy.optimization.accrues else Served
             parts.served = self._served = kind(
                 model,
                 optimizer,
                 strategy=self.strategy,
-                turns=self._turns,
-                watch=self._watch,
+                passes=self._passes,
+                phases=self._phases,
                 world=self.world,
                 seed=self.seed,
-                timeout_s=self._between.timeout_s,
+                timeout_s=self._lifecycle.timeout_s,
                 unused=unused,
                 defers=self._may_defer(model, optimizer),
             )
             self._transport.teller = self._served.tell
-            if self.strategy.synchrony.everyone:
-                self._turns.compare = self._compare_batches
-            self._watch.engine = self._watch.sender = self._served.asking
-        known = self._between.open(parts, specs, self._recorder)
+            if self.strategy.synchrony.lockstep:
+                self._passes.compare = self._compare_batches
+            self._phases.engine = self._phases.sender = self._served.client
+        known = self._lifecycle.open(parts, specs, self._recorder)
         if self._served is not None:
             self._served.start()
         elif self._shares_memory:
-            share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._between.timeout_s)
-            self._guard = Guard(*zip(*model.named_parameters(), strict=True), lossless=True)
+            share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._lifecycle.timeout_s)
+            self._status = StepStatus(*zip(*model.named_parameters(), strict=True), lossless=True)
         elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             engine.momentum = momentum or 0.0
-            self._watch.engine, self._watch.sender = engine, self._transport
+            self._phases.engine, self._phases.sender = engine, self._transport
             self._gradients = Gradients(
                 model,
                 engine,
-                self._turns,
-                self._watch,
+                self._passes,
+                self._phases,
                 unused=unused,
                 defers=self._may_defer(model, optimizer),
                 folder=self.folder,
                 known=known,
             )
-            parts.gradients, self._guard = self._gradients, self._gradients.guard
-            self._bypass = self._gradients.bypass = Bypass(model, optimizer, followers, hooked=self._gradients.params)
-            if self._turns.count > 1:
-                self._gradients.carried = Carried(model, optimizer, self._gradients.params)
-                self._turns.dealing = self._gradients.carried.next_turn
+            parts.gradients, self._status = self._gradients, self._gradients.status
+            self._late_changes = self._gradients.late_changes = LateChanges(
+                model, optimizer, followers, hooked=self._gradients.params
+            )
+            if self._passes.count > 1:
+                self._gradients.between_passes = BetweenPasses(model, optimizer, self._gradients.params)
+                self._passes.dealing = self._gradients.between_passes.next_pass
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
         elif wrapper is None:
             named = dict(model.named_parameters())
-            self._guard = Guard(list(named), list(named.values()), lossless=True)
+            self._status = StepStatus(list(named), list(named.values()), lossless=True)
         if self._recorder and not hasattr(model, "_orig_mod"):
-            model.register_forward_pre_hook(lambda module, _: self._watch.forward_began() if module.training else None)
-            model.register_forward_hook(lambda module, *_: self._watch.forward_ended() if module.training else None)
+            model.register_forward_pre_hook(lambda module, _: self._phases.forward_began() if module.training else None)
+            model.register_forward_hook(lambda module, *_: self._phases.forward_ended() if module.training else None)
         self._patch_optimizer(optimizer)
         for follower in followers:
             self._follow(follower)
         self._check_scheduler(optimizer)
-        self._turns.part_streams()
-        self._between.opened()
+        self._passes.part_streams()
+        self._lifecycle.opened()
         if wrapper is not None:
             model, optimizer = wrapper(model, optimizer)
         return (model, optimizer, *followers)
@@ -302,31 +306,35 @@ class Run:
         """
         if samples is not None and own:
             raise UserError("samples= and own=True cannot go together; leave own=True out, and give one common loader")
-        if samples is not None and not self.strategy.synchrony.everyone:
+        if samples is not None and not self.strategy.synchrony.lockstep:
             raise UserError(
                 f"samples= compares the batches of one step, and under {self.strategy.synchrony.name} workers are at "
                 "different steps; leave it out, or use bsp"
             )
         dealer = Dealer(
-            workers=self.workers, turns=self._turns, transport=self._transport, reading=self._reading, seed=self.seed
+            workers=self.workers,
+            passes=self._passes,
+            transport=self._transport,
+            position=self._position,
+            seed=self.seed,
         )
-        return Shard(dealer, loader, epochs, own, self._between, samples)
+        return Shard(dealer, loader, epochs, own, self._lifecycle, samples)
 
     def log(self, **values: float | Tensor) -> None:
         """Values of this step for the run folder; tensors are read later, so the device is not held up."""
         kept = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in values.items()}
-        self._watch.log(kept, self._turns.share)
+        self._phases.log(kept, self._passes.share)
 
     # --- what a loop may also need ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward inside adds gradients up locally; the next one outside exchanges the sum."""
-        self._turns.accumulating = True
+        self._passes.accumulating = True
         try:
             yield
         finally:
-            self._turns.accumulating = False
+            self._passes.accumulating = False
 
     def clip(self, norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `norm`; returns the norm before."""
@@ -335,7 +343,7 @@ class Run:
             raise LoopError(
                 "run.clip() needs the mean of all gradients, which only the servers have; leave it out there"
             )
-        if not self._turns.complete:
+        if not self._passes.complete:
             return torch.zeros(())
         return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
 
@@ -345,7 +353,7 @@ class Run:
 
     def save(self) -> None:
         """Save the run now, within a step at its end; in a loop over `run.shard` this happens by itself."""
-        self._between.save()
+        self._lifecycle.save()
 
     def close(self, *, well: bool = True) -> None:
         """Write what is left and leave the group. Runs at exit by itself."""
@@ -361,16 +369,16 @@ class Run:
                 self._settle()
             else:
                 self._flush()
-            self._between.close(well=well)
+            self._lifecycle.close(well=well)
             if self._served is not None:
-                self._served.close(well=well or self._between.left)
+                self._served.close(well=well or self._lifecycle.left)
             if self._recorder:
                 self._recorder.close()
             if self._report and self.folder and self.is_main:
                 write_json(self.folder / "report.json", self._report)
         finally:
-            if self._bypass is not None:
-                self._bypass.close()
+            if self._late_changes is not None:
+                self._late_changes.close()
             if self._transport.talk is not None:
                 self._transport.talk.close()
             if dist.is_initialized() and not self._stuck:
@@ -395,12 +403,12 @@ class Run:
             raise UserError(f'reduction={reduction!r} is not known; say "mean" or "sum", as the loss function does')
         if reduction == "mean":
             return
-        if not self.strategy.synchrony.everyone:
+        if not self.strategy.synchrony.lockstep:
             raise UserError(
                 f'reduction="sum" adds up the gradients of one step, and under {self.strategy.synchrony.name} workers '
                 "are at different steps; let the loss be a mean, and leave it out"
             )
-        self._turns.add_up()
+        self._passes.add_up()
 
     def _compare_batches(self, fingerprint: int) -> None:
         check_batches([row[0] for row in self._transport.tell([fingerprint])])
@@ -428,8 +436,8 @@ class Run:
 
     def _patch_optimizer(self, optimizer: Optimizer) -> None:
         """`step` takes effect when every carried worker's gradient is in; `zero_grad` is noticed."""
-        step, zero_grad, turns = optimizer.step, optimizer.zero_grad, self._turns
-        piecewise = Piecewise(optimizer)
+        step, zero_grad, passes = optimizer.step, optimizer.zero_grad, self._passes
+        partial_step = PartialStep(optimizer)
         claimed = self._gradients is not None and claims(self.strategy)
 
         def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -440,13 +448,13 @@ class Run:
                     "step() after a backward inside accumulate() alone; leave the last backward outside of it"
                 )
             self._check_scheduler(optimizer)
-            if self._bypass is not None:
-                self._bypass.check_parameters()
+            if self._late_changes is not None:
+                self._late_changes.check_parameters()
             self._check_by_hand()
-            turns.asked = True
-            if not turns.complete:
-                if self._gradients is not None and self._gradients.carried is not None:
-                    self._gradients.carried.hide()
+            passes.asked = True
+            if not passes.complete:
+                if self._gradients is not None and self._gradients.between_passes is not None:
+                    self._gradients.between_passes.hide()
                 return None
             if self._served is None:
                 self._check_finite(optimizer)
@@ -454,30 +462,30 @@ class Run:
                 check_claims(optimizer)
             if self._served is not None:
                 self._served.step()
-                self._watch.exchange_ended()
-            self._watch.optimizer_began()
-            if self._gradients is not None and (self._gradients.deferred.stepping or hooked(optimizer)):
+                self._phases.exchange_ended()
+            self._phases.optimizer_began()
+            if self._gradients is not None and (self._gradients.deferred.stepping or has_step_hooks(optimizer)):
                 self._gradients.flush()  # a second step, or one that somebody wants to see as a whole
             if self._gradients is not None and self._gradients.deferred.under_way:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-                self._gradients.deferred.step(piecewise.freeze())
+                self._gradients.deferred.step(partial_step.freeze())
                 result = None
             elif self._served is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # the servers' step was this one
                 result = None
             else:
-                with self._bypass.stepping() if self._bypass is not None else contextlib.nullcontext():
+                with self._late_changes.stepping() if self._late_changes is not None else contextlib.nullcontext():
                     result = step(closure) if closure is not None else step()
-            samples = turns.samples
-            turns.stepped()
-            self._watch.step_ended(turns.step, samples)
+            samples = passes.samples
+            passes.stepped()
+            self._phases.step_ended(passes.step, samples)
             return result
 
         def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
             gradients = self._gradients
-            if gradients is not None and gradients.carried is not None and gradients.carried.between:
+            if gradients is not None and gradients.between_passes is not None and gradients.between_passes.between:
                 return
-            turns.unstepped = False
+            passes.unstepped = False
             if gradients is not None:
                 if not (gradients.deferred.stepping and set_to_none):
                     gradients.flush()
@@ -502,12 +510,16 @@ class Run:
         if self._gradients is not None:
             self._gradients.check()
         else:
-            self._guard.check_alone(self.step)
+            self._status.check_alone(self.step)
 
     def _check_by_hand(self) -> None:
         """Where no gradients were exchanged since the last step, there should be none."""
         gradients = self._gradients
-        if gradients is None or self._turns.unstepped or (gradients.carried is not None and gradients.carried.between):
+        if (
+            gradients is None
+            or self._passes.unstepped
+            or (gradients.between_passes is not None and gradients.between_passes.between)
+        ):
             return
         gradients.check_by_hand()
 
@@ -529,7 +541,7 @@ class Run:
     def _look(self) -> None:
         """Somebody wants to see the optimizer's state."""
         self._flush()
-        if self._served is not None and self._turns.step:
+        if self._served is not None and self._passes.step:
             self._served.fetch()
 
     def _settle(self) -> None:
@@ -540,20 +552,20 @@ class Run:
         if self._gradients is not None:
             self._gradients.look_back()
         else:
-            self._guard.look_back_alone(self.step)
+            self._status.look_back_alone(self.step)
 
     def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether parameters can be updated as their gradients arrive; where not, say why."""
         if not self.strategy.schedule.defers or self.strategy.synchrony.eager:  # who does not wait defers nothing
             return False
-        why = obstacle(model, optimizer)
+        why = why_not_partial(model, optimizer)
         if why:
             log.warning("%s, so the next forward waits for the whole update: right, but with less overlap", why)
         return why is None
 
     def _follow(self, follower: Any) -> None:
         """Schedulers and scalers act only when the optimizer does."""
-        if self._turns.count == 1:
+        if self._passes.count == 1:
             return
         self._followed = self._followed or isinstance(follower, LRScheduler)
         for name in ("step", "update", "unscale_", "update_parameters", "zero_grad"):
@@ -563,13 +575,13 @@ class Run:
 
     def _when_complete(self, act: Callable[..., Any]) -> Callable[..., Any]:
         def weft_act(*args: Any, **kwargs: Any) -> Any:
-            self._turns.asked = True
-            return act(*args, **kwargs) if self._turns.complete else None
+            self._passes.asked = True
+            return act(*args, **kwargs) if self._passes.complete else None
 
         return weft_act
 
     def _check_scheduler(self, optimizer: Optimizer) -> None:
-        if self._turns.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._followed:
+        if self._passes.count > 1 and hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._followed:
             raise UserError(
                 "a scheduler follows the optimizer, and this process carries several workers; make it first and pass "
                 "it along: model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
@@ -587,5 +599,5 @@ def _check_model(model: nn.Module, optimizer: Optimizer, run: Run) -> None:
     if wrong is not None and wrong.device.type != run.device.type:
         raise UserError(f"the model is on {wrong.device}, the run on {run.device}; call model.to(run.device) first")
     synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    if synced and run.workers > 1 and (run._turns.count > 1 or run.device.type == "cpu"):
+    if synced and run.workers > 1 and (run._passes.count > 1 or run.device.type == "cpu"):
         raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")

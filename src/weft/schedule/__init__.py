@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from weft.axis import Answer
 from weft.ops import Round, Spec
-from weft.profile import Seen
+from weft.profile import Measured
 
 Rounds = Callable[[Sequence[Spec]], tuple[Round, ...]]
 """What exchanging a bucket of these parameters takes, as sizes."""
@@ -57,5 +57,5 @@ class Schedule(Answer, ABC):
         return 1, 4 * 2**20
 
     @abstractmethod
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         """A round waits for the one before it in its bucket. `seen` is None until the first steps are over."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from weft.ops import Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import SMALL, wave
 from weft.units import Size
@@ -32,7 +32,7 @@ class Fused(Schedule):
     def key_bytes(self) -> tuple[int, int]:
         return min(self.bucket, SMALL), super().key_bytes[1]
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         closed: list[list[Spec]] = []
         filling: list[Spec] = []
         limit = min(self.first, self.bucket)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 import numpy
 
 from weft.ops import Spec
-from weft.profile import Cost, Seen
+from weft.profile import Cost, Measured
 from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 
@@ -33,7 +33,7 @@ class MgWfbp(Schedule):
     learns: ClassVar[bool] = True
     by_key: ClassVar[bool] = False
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         if seen is None:
             return wave([[spec] for spec in specs], rounds)
         sizes = [sum(each.nbytes for each in rounds([spec])) for spec in specs]

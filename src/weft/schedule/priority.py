@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from weft.ops import Scatter, Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Slot, Timetable
 from weft.schedule._wave import of_one_dtype
 from weft.units import Size
@@ -46,7 +46,7 @@ class Priority(Schedule):
     def key_bytes(self) -> tuple[int, int]:
         return self.least, self.partition
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         groups = _groups(specs, self._least(specs, rounds, seen))
         buckets = [bucket for group in groups for bucket in of_one_dtype(group)]
         turns = [self._turns(number, bucket, rounds) for number, bucket in enumerate(buckets)]
@@ -59,7 +59,7 @@ class Priority(Schedule):
             order = front_first(turns, ready, busy_s / self.partition)
         return Timetable(tuple(buckets), tuple(order), credit=self.credit)
 
-    def _least(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None) -> int:
+    def _least(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None) -> int:
         """`least`, or more: so much that all starts together take a small share of backward or of the wire's time."""
         least = int(self.least)
         if seen is None or least != _LEAST:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from weft.ops import Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import SMALL, wave
 
@@ -21,5 +21,5 @@ class Sequential(Schedule):
     def key_bytes(self) -> tuple[int, int]:
         return SMALL, super().key_bytes[1]
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         return wave([specs], rounds)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from weft.ops import Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 
@@ -18,5 +18,5 @@ class Wfbp(Schedule):
     It starts at max(end of the one before, its gradient's time); many small parameters pay the latency each time.
     """
 
-    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Seen | None = None) -> Timetable:
+    def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         return wave([[spec] for spec in specs], rounds)

@@ -42,7 +42,7 @@ class Synchrony(Answer, ABC):
     """Yes/no answers about progress; whoever carries the messages asks them."""
 
     axis: ClassVar[str] = "synchrony"
-    everyone: ClassVar[bool]
+    lockstep: ClassVar[bool]
     """Whether each step takes every worker, so that all hold the same model."""
     bounds_values: ClassVar[bool] = False
     """Whether it looks at `View.unseen`."""
@@ -83,7 +83,7 @@ class Synchrony(Answer, ABC):
 class Wrapper(Synchrony):
     """Goes on as the inner one does, and makes late gradients fit in its own way."""
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     inner: Synchrony
     """Who may go on when."""

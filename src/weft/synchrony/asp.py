@@ -13,7 +13,7 @@ from weft.synchrony import Synchrony, View
 class Asp(Synchrony):
     """Asynchronous: nobody waits, each contribution is applied as it comes [Dean et al. 2012]."""
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     @property
     def waits(self) -> bool:

@@ -16,7 +16,7 @@ class Backup(Synchrony):
     What comes after its round was closed is dropped, and its worker goes on with the new model.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     spares: int = 1
     """b: how many a round does not wait for."""

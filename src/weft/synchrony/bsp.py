@@ -13,7 +13,7 @@ from weft.synchrony import Synchrony, View
 class Bsp(Synchrony):
     """Bulk synchronous: every step waits for every worker [Valiant 1990]."""
 
-    everyone: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
 
     def may_start(self, me: int, view: View) -> bool:
         return view.clocks[me] == view.slowest

@@ -18,7 +18,7 @@ class Essp(Synchrony):
     sees between steps, may lack its own last updates, too. With no slack a step takes everyone: that is bsp.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     slack: float = 3
     """s: steps that a worker may be ahead; inf: any number."""

@@ -16,7 +16,7 @@ class Softsync(Synchrony):
     Updates are n steps late on average: n = 1 averages as many as there are workers, n = m is asynchronous.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     n: int = 1
     """Updates in the time in which every worker contributes once."""

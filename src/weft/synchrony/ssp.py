@@ -18,7 +18,7 @@ class Ssp(Synchrony):
     slack without end it is asp.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
 
     slack: float = 3
     """s: steps that a worker may be ahead; inf: any number."""

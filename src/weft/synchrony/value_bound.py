@@ -16,7 +16,7 @@ class ValueBound(Synchrony):
     Large updates at the beginning make workers wait, small ones later do not.
     """
 
-    everyone: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = False
     bounds_values: ClassVar[bool] = True
 
     delta: float = 0.1

@@ -15,7 +15,7 @@ class Topology(Answer, ABC):
     """Lowers what a compressor asks of everyone to messages between two, and says what that costs."""
 
     axis: ClassVar[str] = "topology"
-    everyone: ClassVar[bool]
+    collective: ClassVar[bool]
     """Whether an exchange takes every worker."""
     exact: ClassVar[bool]
     """Whether a sum has the same bits on any number of processes, with any buckets and any schedule."""
@@ -30,20 +30,20 @@ class Topology(Answer, ABC):
         """Whether all workers train one model in memory that they share."""
         return False
 
-    def homes(self, workers: int) -> tuple[int, ...]:
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
         """For each server the host it sits on: 0 to workers - 1 are the workers' own, others are the servers'.
 
         Those that keep the model come first, proxies last.
         """
         return ()
 
-    def teams(self, workers: int) -> tuple[range, ...]:
+    def worker_groups(self, workers: int) -> tuple[range, ...]:
         """Workers who have a proxy in common and take each step together; none: everyone asks the servers."""
         return ()
 
-    def keepers(self, workers: int) -> int:
+    def num_shards(self, workers: int) -> int:
         """How many servers keep a share of the model."""
-        return len(self.homes(workers)) - len(self.teams(workers))
+        return len(self.server_hosts(workers)) - len(self.worker_groups(workers))
 
     @abstractmethod
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

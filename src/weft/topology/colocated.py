@@ -18,7 +18,7 @@ class Colocated(Topology):
     ring, and no hosts are needed but the workers'.
     """
 
-    everyone: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = True
 
     encrypted: bool = False
@@ -28,7 +28,7 @@ class Colocated(Topology):
     def encrypts(self) -> bool:
         return self.encrypted
 
-    def homes(self, workers: int) -> tuple[int, ...]:
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
         return tuple(range(workers))
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -21,7 +21,7 @@ class Direct(Topology):
     a sum has the same bits on any number of processes, with any buckets and any schedule.
     """
 
-    everyone: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = True
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

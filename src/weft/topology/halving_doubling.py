@@ -19,7 +19,7 @@ class HalvingDoubling(Topology):
     [Rabenseifner 2004]: 2 lg n a + 2(n-1)/n S/b; where n is no power of two, the surplus folds: + 2(a + S/b).
     """
 
-    everyone: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -20,7 +20,7 @@ class Hierarchical(Topology):
     Where m is a power of two, sums have the bits of `direct`.
     """
 
-    everyone: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = False
 
     groups: int = 2
@@ -39,11 +39,11 @@ class Hierarchical(Topology):
     def encrypts(self) -> bool:
         return self.encrypted
 
-    def teams(self, workers: int) -> tuple[range, ...]:
+    def worker_groups(self, workers: int) -> tuple[range, ...]:
         return tuple(range(a, b) for a, b in bounds(workers, min(self.groups, workers)) if a < b)
 
-    def homes(self, workers: int) -> tuple[int, ...]:
-        return (*range(workers, workers + self.servers), *(team[0] for team in self.teams(workers)))
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
+        return (*range(workers, workers + self.servers), *(team[0] for team in self.worker_groups(workers)))
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         if isinstance(op, Scatter):
@@ -56,15 +56,15 @@ class Hierarchical(Topology):
             return pairwise_seconds(nbytes, place)
         if op is All:
             return Direct().seconds(op, nbytes, place)
-        teams = self.teams(place.workers)
-        others = len(teams[0]) - 1
+        worker_groups = self.worker_groups(place.workers)
+        others = len(worker_groups[0]) - 1
         near = place.latency_s * (others > 0) + others * nbytes / place.bytes_per_s
-        far = place.latency_s + max(1.0, len(teams) / self.servers) * nbytes / place.bytes_per_s
+        far = place.latency_s + max(1.0, len(worker_groups) / self.servers) * nbytes / place.bytes_per_s
         return 2 * (near + far)
 
     def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
-        teams = self.teams(workers)
-        return self.wire_bytes(op, nbytes, workers) * max(len(teams[0]), len(teams) / self.servers)
+        worker_groups = self.worker_groups(workers)
+        return self.wire_bytes(op, nbytes, workers) * max(len(worker_groups[0]), len(worker_groups) / self.servers)
 
     def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
         return float(nbytes) if op is not All else Direct().wire_bytes(op, nbytes, workers)

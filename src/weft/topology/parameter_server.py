@@ -18,7 +18,7 @@ class ParameterServer(Topology):
     ports are what limits where k < n.
     """
 
-    everyone: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = True
 
     servers: int = 1
@@ -38,7 +38,7 @@ class ParameterServer(Topology):
     def encrypts(self) -> bool:
         return self.encrypted
 
-    def homes(self, workers: int) -> tuple[int, ...]:
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
         return tuple(range(workers, workers + self.count(workers)))
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

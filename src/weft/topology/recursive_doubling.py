@@ -17,7 +17,7 @@ class RecursiveDoubling(Topology):
     [Thakur et al. 2005]: lg n (a + S/b); where n is no power of two, the surplus folds first: + 2(a + S/b).
     """
 
-    everyone: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -16,7 +16,7 @@ class Ring(Topology):
     [Patarasuk & Yuan 2009]: 2(n-1)(a + S/(n b)).
     """
 
-    everyone: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -17,7 +17,7 @@ class SharedMemory(Topology):
     overwritten, which matters little where they seldom touch the same values. Nothing is sent.
     """
 
-    everyone: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = False
 
     @property

@@ -17,7 +17,7 @@ class Tree(Topology):
     One server's 2 n S becomes 2 ceil(lg n) S: 2 ceil(lg n) (a + S/b) where n is a power of two.
     """
 
-    everyone: ClassVar[bool] = True
+    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -20,26 +20,26 @@ from typing import Any
 
 from weft.errors import UserError, WeftError
 from weft.ops import Spec
-from weft.profile import Seen
+from weft.profile import Measured
 from weft.runtime.checkpoint.state import (
+    CheckpointWriter,
+    LoadedCheckpoint,
     Parts,
-    Saved,
-    Saving,
     check_same_job,
     conversions,
     expect_clearing,
     open_saved,
-    put_back,
-    put_back_followers,
-    put_back_reading,
-    put_back_workers,
-    strangers,
+    restore,
+    restore_followers,
+    restore_position,
+    restore_workers,
+    untracked_schedulers,
 )
-from weft.runtime.launch.process_groups import LEFT
-from weft.runtime.loop.data_position import Epoch, Reading
-from weft.runtime.loop.logical_workers import Turns
-from weft.runtime.modes.all_reduce import Known
-from weft.runtime.record.events import Recorder, Watch, append_line, lines_in, writing
+from weft.runtime.launch.process_groups import TERMINATED
+from weft.runtime.loop.data_position import DataPosition, Epoch
+from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.modes.all_reduce import ResumedLayout
+from weft.runtime.record.events import PhaseTimer, Recorder, append_line, lines_in, writing
 from weft.store.checkpoint import Policy, set_aside, sync, tidy
 from weft.strategy import Strategy
 from weft.transport.collective import Layout, Processes
@@ -50,7 +50,7 @@ _SHARED_WITHIN_S = 3.0
 
 
 @dataclass(kw_only=True)
-class BetweenSteps:
+class Lifecycle:
     """One process's part in saving a run and going on with it."""
 
     strategy: Strategy
@@ -61,10 +61,10 @@ class BetweenSteps:
     """When to save; None: nobody said, and what cannot be saved is no reason to stop."""
     resume: Path | None
     """A checkpoint to go on from."""
-    turns: Turns
-    reading: Reading
+    passes: Passes
+    position: DataPosition
     transport: Processes
-    watch: Watch
+    phases: PhaseTimer
     timeout_s: float
     settle: Callable[[], None]
     """Waits until the last step is whole, and refuses to go on from one that is not finite."""
@@ -75,8 +75,8 @@ class BetweenSteps:
         """Whether this process was asked to leave."""
         self.wanted = False
         """Whether the loop has asked for a save within a step."""
-        self._saving: Saving | None = None
-        self._saved: Saved | None = None
+        self._saving: CheckpointWriter | None = None
+        self._saved: LoadedCheckpoint | None = None
         self._job: dict[str, Any] = {}
         self._known = False
         self.left = False
@@ -84,10 +84,10 @@ class BetweenSteps:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> Known | None:
+    def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> ResumedLayout | None:
         """Before anything is distributed: what an earlier part of the run left, put back."""
         self.parts = parts
-        self.reading.generators = parts.generators
+        self.position.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = Path(os.environ.get("WEFT_JOB", "")).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
@@ -100,25 +100,25 @@ class BetweenSteps:
             return None
         saved = self._saved = open_saved(self.resume, self.transport.layout)
         check_same_job(saved, specs, parts.optimizer)
-        put_back(parts, saved)
-        put_back_reading(self.reading, saved, self.turns)
+        restore(parts, saved)
+        restore_position(self.position, saved, self.passes)
         expect_clearing(parts.module, saved)
         self._say(saved, recorder)
         order, seen = saved.common["order"], saved.common["seen"]
-        return Known(order, Seen.of(seen) if seen else None) if order else None
+        return ResumedLayout(order, Measured.of(seen) if seen else None) if order else None
 
     def opened(self) -> None:
         """Everything is distributed: the workers' own state, unless the loop comes past an open epoch first."""
         if self._saving is not None and not (self.parts.served and self.parts.served.running):
             self._abandon(self._saving)
         if self._saved is not None and self._saved.common["epoch"] is None:
-            put_back_workers(self.parts, self._saved, self.strategy)
+            restore_workers(self.parts, self._saved, self.strategy)
             self._saved = None
 
     def _prepare(self, root: Path) -> None:
         """Clear what a killed writer left, and agree on a name that nothing of an earlier part of the run has."""
         layout, number = self.transport.layout, secrets.randbits(48)
-        if not self.strategy.synchrony.everyone:
+        if not self.strategy.synchrony.lockstep:
             self._prepare_alone(root, f"{number:012x}")
             return
         if layout.process == 0:
@@ -136,17 +136,19 @@ class BetweenSteps:
                 raise UserError(what)
             log.warning("%s", what)
             return
-        self._saving = Saving(root, layout, self.policy, token, self.timeout_s, 1 if self.parts.served else None)
+        self._saving = CheckpointWriter(
+            root, layout, self.policy, token, self.timeout_s, 1 if self.parts.served else None
+        )
         self._listen()
 
     def _prepare_alone(self, root: Path, token: str) -> None:
         """Where workers are at different steps worker 0 saves, alone: the others would have to be waited for."""
         if self.transport.layout.process == 0:
             _clear(root)
-            self._saving = Saving(root, Layout(workers=1), self.policy, token, self.timeout_s)
+            self._saving = CheckpointWriter(root, Layout(workers=1), self.policy, token, self.timeout_s)
         self._listen()
 
-    def _abandon(self, saving: Saving) -> None:
+    def _abandon(self, saving: CheckpointWriter) -> None:
         """Set aside checkpoints that do not lead to where this part of the run starts."""
         if self._saved is not None and self._saved.folder.resolve().parent == saving.root.resolve():
             saving.go_on(self._saved.manifest.step)
@@ -171,11 +173,11 @@ class BetweenSteps:
     def _ask(self, *_: Any) -> None:
         self.asked = True
         if self.parts.gradients is not None:
-            self.parts.gradients.guard.asked = True
+            self.parts.gradients.status.asked = True
         if self.parts.served is not None:
             self.parts.served.asked = True
 
-    def _say(self, saved: Saved, recorder: Recorder | None) -> None:
+    def _say(self, saved: LoadedCheckpoint, recorder: Recorder | None) -> None:
         """Leave word of it in the run folder, and on the terminal."""
         for what in conversions(saved, self.transport.layout.workers, self.strategy):
             log.warning("%s", what)
@@ -185,7 +187,7 @@ class BetweenSteps:
     def _start_over(self, folder: Path, recorder: Recorder | None) -> None:
         """A run in a folder that holds an earlier one is another attempt, whose events are told apart."""
         again = recorder is not None and recorder.again and self.transport.layout.process == 0
-        if self.strategy.synchrony.everyone:
+        if self.strategy.synchrony.lockstep:
             self._count(recorder, 0, None, again=again)
         elif again:  # workers do not wait for each other here, so that none can tell the others
             raise UserError(f"{folder} holds the events of an earlier run; resume that one, or give another with --out")
@@ -204,16 +206,16 @@ class BetweenSteps:
     # --- between two steps --------------------------------------------------------------------------------------------
 
     def enough(self) -> bool:
-        return self.steps is not None and self.turns.step >= self.steps
+        return self.steps is not None and self.passes.step >= self.steps
 
     def resumed(self, epoch: Epoch) -> None:
         saved = self._saved
         if saved is not None and epoch.number == saved.common["epoch"]:
-            if self.strategy.synchrony.everyone and self.parts.served is None:
-                put_back(self.parts, saved)
+            if self.strategy.synchrony.lockstep and self.parts.served is None:
+                restore(self.parts, saved)
             else:  # the model is the servers', or everyone's, and others may have gone on with it
-                put_back_followers(self.parts, saved)
-            put_back_workers(self.parts, saved, self.strategy)
+                restore_followers(self.parts, saved)
+            restore_workers(self.parts, saved, self.strategy)
             self._saved = None
 
     def stepped(self, epoch: Epoch) -> None:
@@ -221,14 +223,14 @@ class BetweenSteps:
             return
         self._look_around()
         gradients, served = self.parts.gradients, self.parts.served
-        leaving = gradients.guard.leaving if gradients else served.leaving if served else self.asked
-        if leaving or self.wanted or self.enough() or self.policy.due(self.turns.step):
+        leaving = gradients.status.leaving if gradients else served.leaving if served else self.asked
+        if leaving or self.wanted or self.enough() or self.policy.due(self.passes.step):
             self._save(epoch)
         if leaving:
             if self._saving is not None:
                 self._saving.finish()
             self.left = True
-            raise SystemExit(LEFT)
+            raise SystemExit(TERMINATED)
 
     def passed(self) -> None:
         if self.parts.gradients is not None:
@@ -236,7 +238,7 @@ class BetweenSteps:
 
     def _look_around(self) -> None:
         """Whether all that steps along is known; a checkpoint that misses something would be a wrong one."""
-        stranger = strangers(self.parts) if not self._known else None
+        stranger = untracked_schedulers(self.parts) if not self._known else None
         self._known = True
         if stranger is None:
             return
@@ -251,7 +253,7 @@ class BetweenSteps:
 
     def save(self) -> None:
         """The loop wants the run to be saved: now, or within a step when that one is over; all processes alike."""
-        if self.reading.within(self.turns.step):
+        if self.position.within(self.passes.step):
             self.wanted = True
         else:
             self._save(None)
@@ -261,20 +263,20 @@ class BetweenSteps:
             return
         self._look_around()
         self.wanted = False
-        if not self.policy.every or self._saving.last == self.turns.step:
+        if not self.policy.every or self._saving.last == self.passes.step:
             return
-        epoch = epoch or next((each for each in reversed(self.reading.epochs) if not each.over), None)
+        epoch = epoch or next((each for each in reversed(self.position.epochs) if not each.over), None)
         self.settle()
-        if self.watch.recorder is not None:
-            self.watch.recorder.flush()  # what goes on from here has its history
-        about = {"workers": self.turns.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}
-        self.watch.saved(self._saving.save(self.parts, epoch, about))
+        if self.phases.recorder is not None:
+            self.phases.recorder.flush()  # what goes on from here has its history
+        about = {"workers": self.passes.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}
+        self.phases.saved(self._saving.save(self.parts, epoch, about))
 
     def close(self, *, well: bool) -> None:
         """The end of the run: where it ended well, its last state is kept."""
         if self._saving is None:
             return
-        if well and self.turns.step > 0 and self.turns.turn == 0 and self._saved is None:
+        if well and self.passes.step > 0 and self.passes.pass_index == 0 and self._saved is None:
             self._save(None)
             self._saving.finish()
             return

@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import JobError, LoopError, UserError
 from weft.ops import Spec
-from weft.runtime.loop.data_position import Epoch, Reading, process_draws, set_process_draws
-from weft.runtime.loop.logical_workers import Turns
+from weft.runtime.loop.data_position import DataPosition, Epoch, process_rng_state, set_process_rng_state
+from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.modes.all_reduce import Gradients
 from weft.runtime.modes.parameter_server import Served
 from weft.store.checkpoint import (
@@ -66,8 +66,8 @@ class Parts:
     model: nn.Module
     optimizer: Optimizer
     followers: Sequence[Any]
-    turns: Turns
-    reading: Reading
+    passes: Passes
+    position: DataPosition
     gradients: Gradients | None = None
     served: Served | None = None
 
@@ -105,7 +105,7 @@ class Share:
 
 
 @dataclass(kw_only=True)
-class Saved:
+class LoadedCheckpoint:
     """What a checkpoint holds, read and understood."""
 
     folder: Path
@@ -127,7 +127,7 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
         "buffers": _unlisted(parts.module),
         "optimizer": parts.optimizer.state_dict(),
         "followers": [_follower_state(each) for each in parts.stateful],
-        "reading": parts.reading.state(parts.turns.step),
+        "reading": parts.position.state(parts.passes.step),
         "epoch": epoch.number if epoch is not None else None,
         "gradient": held,
         "order": [gradients.names[i] for i in gradients.finished] if gradients else None,
@@ -137,14 +137,14 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
 
 def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     """What each carried worker has for itself."""
-    states = parts.gradients.engine.states if parts.gradients else [{} for _ in parts.turns.ranks]
+    states = parts.gradients.engine.states if parts.gradients else [{} for _ in parts.passes.ranks]
     if parts.served is not None:
-        states = [parts.served.asking.state]
-    streams, generators = parts.turns.streams(), [each.get_state() for each in parts.generators]
-    process = {"process": process_draws(), "generators": generators, "epochs": parts.reading.draws()}
+        states = [parts.served.client.state]
+    streams, generators = parts.passes.streams(), [each.get_state() for each in parts.generators]
+    process = {"process": process_rng_state(), "generators": generators, "epochs": parts.position.draws()}
     return {
         rank: {"draws": stream, "memory": memory, **process}
-        for rank, stream, memory in zip(parts.turns.ranks, streams, states, strict=True)
+        for rank, stream, memory in zip(parts.passes.ranks, streams, states, strict=True)
     }
 
 
@@ -163,7 +163,7 @@ def _follower_state(follower: Any) -> Any:
     return {key: each for key, each in follower.state_dict().items() if not (key in _WRAPPED and callable(each))}
 
 
-def strangers(parts: Parts) -> str | None:
+def untracked_schedulers(parts: Parts) -> str | None:
     """What steps along without the run's knowledge, and would be missing; None where there is nothing."""
     for each in gc.get_objects():
         kind = type(each)
@@ -225,7 +225,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
 
 
-class Saving:
+class CheckpointWriter:
     """Writes checkpoints of one run beside its training. The first `writers` processes write what all have alike."""
 
     def __init__(
@@ -251,8 +251,8 @@ class Saving:
         began = time.perf_counter()
         self.wait()
         share = self._share(parts, epoch)
-        manifest = Manifest(step=parts.turns.step, files={}, state=share.common, **about)
-        self.last = parts.turns.step
+        manifest = Manifest(step=parts.passes.step, files={}, state=share.common, **about)
+        self.last = parts.passes.step
         self._thread = start_serial_thread(functools.partial(self._write, share, manifest), "weft-save")
         return time.perf_counter() - began
 
@@ -328,7 +328,7 @@ class Saving:
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def open_saved(folder: Path, layout: Layout) -> Saved:
+def open_saved(folder: Path, layout: Layout) -> LoadedCheckpoint:
     """Read what this process needs of a checkpoint."""
     manifest = read_manifest(folder)
     if folder.name.startswith("."):
@@ -340,12 +340,12 @@ def open_saved(folder: Path, layout: Layout) -> Saved:
     try:
         common = {key: value(tree, tensors) for key, tree in manifest.state.items() if not key.startswith("worker-")}
         workers = {rank: value(manifest.state[name], tensors) for rank, name in zip(heirs, names, strict=True)}
-        return Saved(folder=folder, manifest=manifest, common=common, workers=workers)
+        return LoadedCheckpoint(folder=folder, manifest=manifest, common=common, workers=workers)
     except _CANNOT as error:
         raise DamagedError(f"{folder}/manifest.json cannot be understood: {error}") from None
 
 
-def check_same_job(saved: Saved, specs: Sequence[Spec], optimizer: Optimizer) -> None:
+def check_same_job(saved: LoadedCheckpoint, specs: Sequence[Spec], optimizer: Optimizer) -> None:
     """Refuse a checkpoint of another model or optimizer."""
     mine = {spec.name: list(spec.shape) for spec in specs}
     with _fitting(saved):
@@ -363,20 +363,20 @@ def check_same_job(saved: Saved, specs: Sequence[Spec], optimizer: Optimizer) ->
         )
 
 
-def put_back(parts: Parts, saved: Saved) -> None:
+def restore(parts: Parts, saved: LoadedCheckpoint) -> None:
     """Make what all processes share what it was."""
     with _fitting(saved):
         common = saved.common
         parts.module.load_state_dict(common["model"])
         for name in {**common["buffers"], **_unlisted(parts.module)}:
-            _put_back_buffer(parts.module, name, common["buffers"][name])
+            _restore_buffer(parts.module, name, common["buffers"][name])
         parts.optimizer.load_state_dict(_cloned(common["optimizer"]))
         if len(common["followers"]) != len(parts.stateful):
             raise ValueError(f"{len(common['followers'])} things step along there, {len(parts.stateful)} here")
-    put_back_followers(parts, saved)
+    restore_followers(parts, saved)
 
 
-def _put_back_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
+def _restore_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
     """Make a buffer that the state_dict leaves out what it was, also where it comes and grows in forward."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
@@ -388,46 +388,46 @@ def _put_back_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
     owner.register_buffer(leaf, kept.clone().to(device), persistent=False)
 
 
-def put_back_followers(parts: Parts, saved: Saved) -> None:
+def restore_followers(parts: Parts, saved: LoadedCheckpoint) -> None:
     """Make what steps along what it was."""
     with _fitting(saved):
         for follower, state in zip(parts.stateful, saved.common["followers"], strict=True):
             follower.load_state_dict(_cloned(state))
-        parts.turns.step = saved.manifest.step
+        parts.passes.step = saved.manifest.step
 
 
-def put_back_workers(parts: Parts, saved: Saved, strategy: Strategy) -> None:
+def restore_workers(parts: Parts, saved: LoadedCheckpoint, strategy: Strategy) -> None:
     """Make what each carried worker has for itself what it was."""
-    turns, workers = parts.turns, saved.workers
+    passes, workers = parts.passes, saved.workers
     with _fitting(saved):
         if parts.gradients is not None:
             parts.gradients.buffers.settled()
             engine = parts.gradients.engine
-            memory = [_memory(saved, rank, turns.workers, strategy) for rank in turns.ranks]
+            memory = [_memory(saved, rank, passes.workers, strategy) for rank in passes.ranks]
             engine.states[:] = [
                 {name: {key: kept.to(engine.device) for key, kept in own.items()} for name, own in state.items()}
                 for state in memory
             ]
         if parts.served is not None:
-            parts.served.asking.state = _memory(saved, turns.rank, turns.workers, strategy)
-        turns.set_streams([_cloned(workers[rank]["draws"]) if rank in workers else None for rank in turns.ranks])
-        if turns.ranks[0] in workers:
-            first = workers[turns.ranks[0]]
-            set_process_draws(first["process"])
+            parts.served.client.state = _memory(saved, passes.rank, passes.workers, strategy)
+        passes.set_streams([_cloned(workers[rank]["draws"]) if rank in workers else None for rank in passes.ranks])
+        if passes.ranks[0] in workers:
+            first = workers[passes.ranks[0]]
+            set_process_rng_state(first["process"])
             for generator, state in zip(parts.generators, first["generators"], strict=True):
                 generator.set_state(state.clone())
 
 
-def put_back_reading(reading: Reading, saved: Saved, turns: Turns) -> None:
+def restore_position(position: DataPosition, saved: LoadedCheckpoint, passes: Passes) -> None:
     """Make how far data was read what it was; the loop will come past it again."""
     with _fitting(saved):
-        first = saved.workers.get(turns.ranks[0], {})
-        reading.load(saved.common["reading"], _cloned(first.get("epochs", {})))
-        reading.resized = saved.manifest.workers != turns.workers
+        first = saved.workers.get(passes.ranks[0], {})
+        position.load(saved.common["reading"], _cloned(first.get("epochs", {})))
+        position.resized = saved.manifest.workers != passes.workers
 
 
 @contextmanager
-def _fitting(saved: Saved) -> Iterator[None]:
+def _fitting(saved: LoadedCheckpoint) -> Iterator[None]:
     """Turns whatever does not fit into one sentence."""
     try:
         yield
@@ -440,7 +440,7 @@ def _fitting(saved: Saved) -> Iterator[None]:
         ) from error
 
 
-def _memory(saved: Saved, rank: int, count: int, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
+def _memory(saved: LoadedCheckpoint, rank: int, count: int, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
     """What a worker's compressor remembers: as it was, or as much of it as the present one understands.
 
     Where there are fewer workers now, what several owed is owed by one; sums of shares make that the same debt.
@@ -450,19 +450,19 @@ def _memory(saved: Saved, rank: int, count: int, strategy: Strategy) -> dict[str
     if same and saved.manifest.workers == count:
         return dict(_cloned(heir[0])) if heir else {}  # where nobody waits, worker 0 has saved itself alone
     merged: dict[str, dict[str, Tensor]] = {}
-    for memory in heir if _owes(strategy) else ():
+    for memory in heir if _has_residual(strategy) else ():
         for name, kept in memory.items():
-            if "owed" in kept:
-                owed = merged.setdefault(name, {"owed": torch.zeros_like(kept["owed"])})["owed"]
-                owed += kept["owed"]
+            if "residual" in kept:
+                residual = merged.setdefault(name, {"residual": torch.zeros_like(kept["residual"])})["residual"]
+                residual += kept["residual"]
     return merged
 
 
-def _owes(strategy: Strategy) -> bool:
-    return any(layer.owes for layer in wrapped(strategy.compression))
+def _has_residual(strategy: Strategy) -> bool:
+    return any(layer.has_residual for layer in wrapped(strategy.compression))
 
 
-def conversions(saved: Saved, workers: int, strategy: Strategy) -> list[str]:
+def conversions(saved: LoadedCheckpoint, workers: int, strategy: Strategy) -> list[str]:
     """What differs from the run that was saved, and what becomes of it."""
     said = []
     old = Strategy.parse(saved.manifest.strategy)
@@ -472,7 +472,7 @@ def conversions(saved: Saved, workers: int, strategy: Strategy) -> list[str]:
             "step's batch has another size, and bits are not those of the run before"
         )
     if old.compression != strategy.compression and any(w["memory"] for w in saved.workers.values()):
-        kept = _owes(old) and _owes(strategy)
+        kept = _has_residual(old) and _has_residual(strategy)
         said.append(
             f"{old.compression} has become {strategy.compression}: "
             + ("what was owed is still owed, other memory is lost" if kept else "what was owed is lost")
@@ -480,7 +480,7 @@ def conversions(saved: Saved, workers: int, strategy: Strategy) -> list[str]:
     return said
 
 
-def expect_clearing(model: nn.Module, saved: Saved) -> None:
+def expect_clearing(model: nn.Module, saved: LoadedCheckpoint) -> None:
     """A checkpoint holds no gradients. Where there were some, the loop must clear them before it adds to them."""
     param = dict(model.named_parameters()).get(saved.common["gradient"] or "")
     if param is None:

@@ -17,7 +17,7 @@ Means = tuple[Sequence[int], Tensor | None]
 
 
 @dataclass
-class Unread:
+class DeferredFiniteCheck:
     """The notes of one step; parameters are known by their number in the model."""
 
     step: int = 0

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from weft.compression import Bucket
 from weft.errors import LoopError
-from weft.runtime.checks.finite_gpu import Means, Unread
+from weft.runtime.checks.finite_gpu import DeferredFiniteCheck, Means
 
 HASH_EVERY = 100
 """Steps from one comparison of the replicas' parameters to the next."""
 _REMEDY = "lower the learning rate, clip gradients, or use a GradScaler, which skips such a step"
 
 
-class Guard:
+class StepStatus:
     """The findings of one process, step by step."""
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor], *, lossless: bool) -> None:
@@ -41,7 +41,7 @@ class Guard:
         self.batches = 0
         """The batches that all workers were dealt for the present step, as one number."""
         self._told_to_leave = False
-        self._unread = Unread()
+        self._unread = DeferredFiniteCheck()
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -55,7 +55,7 @@ class Guard:
         self.step = step
 
     def _turn_the_page(self, step: int) -> None:
-        self._before, self._unread = self._unread, Unread(step)
+        self._before, self._unread = self._unread, DeferredFiniteCheck(step)
 
     def given(self, rank: int, members: Sequence[int], bucket: Bucket, fine: bool | None = None) -> None:
         """A worker's gradients, before they are exchanged; what is not finite goes no further.
@@ -86,7 +86,7 @@ class Guard:
         self._unread.shield([(members, flat) for members, flat in means if self._unasked(flat)])
 
     @property
-    def owes(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether something may have been found of which nobody has heard yet."""
         return bool(self._unread.zeroed)
 

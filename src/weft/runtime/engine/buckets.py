@@ -14,7 +14,7 @@ from weft.runtime.checks.step_status import finite
 from weft.schedule import Timetable
 
 
-class Memory:
+class BucketMemory:
     """A bucket of several parameters has memory of its own; a bucket of one takes over what autograd made.
 
     Parameters are known by their number in the model; `members[b]` are those of bucket b.

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from weft.ops import Sum
-from weft.profile import Cost, Seen
+from weft.profile import Cost, Measured
 from weft.runtime.record.clock import Clock, Stamp
 from weft.runtime.record.events import writing
 from weft.transport.collective import Processes
@@ -28,7 +28,7 @@ _LONG_S = 0.2
 _FILE = "seen.json"
 
 
-class Lessons:
+class Calibration:
     """Watches the first steps of one process."""
 
     def __init__(self, transport: Processes, clock: Clock, names: Sequence[str], folder: Path | None) -> None:
@@ -47,7 +47,7 @@ class Lessons:
     def _watched(self) -> list[list[tuple[int, Stamp]]]:
         return self._steps[-1 - max(1, STEPS) : -1]
 
-    def learn(self, order: Sequence[int], device: torch.device) -> Seen:
+    def learn(self, order: Sequence[int], device: torch.device) -> Measured:
         """What everyone agrees on; all processes call this at the same point."""
         times: dict[int, list[float]] = {index: [] for index in order}
         for step in self._watched():
@@ -58,7 +58,7 @@ class Lessons:
         mine = [round(statistics.median(times[index]) * 1e9) for index in order]
         everyone = numpy.mean(self.transport.tell(mine), axis=0) / 1e9
         ready = numpy.maximum.accumulate(everyone)
-        seen = Seen(
+        seen = Measured(
             ready_s={self.names[index]: float(at) for index, at in zip(order, ready, strict=True)},
             cost=self._cost(device),
             fill_s=self._fill_s(device),
@@ -99,11 +99,11 @@ class Lessons:
         everyone = self.transport.tell([round(statistics.median(took) * 1e9)])
         return float(max(row[0] for row in everyone) / 1e9 / size)
 
-    def recall(self) -> Seen | None:
+    def recall(self) -> Measured | None:
         """What an earlier part of this run has seen, as process 0 finds it."""
         found: dict[str, Any] = {"names": [], "numbers": []}
         if self.folder is not None and self.transport.layout.process == 0 and (self.folder / _FILE).exists():
-            seen = Seen.read(self.folder / _FILE)
+            seen = Measured.read(self.folder / _FILE)
             index = {name: i for i, name in enumerate(self.names)}
             if set(seen.ready_s) == set(index):
                 found["names"] = [index[name] for name in seen.ready_s]
@@ -115,7 +115,7 @@ class Lessons:
             return None
         row = self.transport.tell((found["names"] + found["numbers"]) or [0] * (size + length))[0]
         order, ready, fill, points = row[:size], row[size : 2 * size], row[2 * size], row[2 * size + 1 :]
-        return Seen(
+        return Measured(
             fill_s=fill / 1e18,
             ready_s={self.names[i]: at / 1e9 for i, at in zip(order, ready, strict=True)},
             cost=Cost(points=tuple((a, b / 1e9) for a, b in zip(points[::2], points[1::2], strict=True))),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from weft.runtime.engine.engine import Engine
-from weft.runtime.engine.lazy_parameter import Late, arrive, delay
-from weft.runtime.record.events import Watch
+from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
+from weft.runtime.record.events import PhaseTimer
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ Step = Callable[[Sequence[Tensor]], None]
 class Deferred:
     """The deferred part of one step: `begin`, `step`, perhaps `clear`; over with `flush` at the latest."""
 
-    def __init__(self, engine: Engine, watch: Watch) -> None:
-        self.engine, self.watch = engine, watch
+    def __init__(self, engine: Engine, phases: PhaseTimer) -> None:
+        self.engine, self.phases = engine, phases
         self.under_way = self.clearing = self._said = False
         self._step: Step | None = None
 
@@ -35,7 +35,7 @@ class Deferred:
         self.bucket_of = {id(param): b for b, params in enumerate(buckets) for param in params}
         for params in buckets:
             for param in params:
-                delay(param, self._touched)
+                make_lazy(param, self._touched)
 
     @property
     def stepping(self) -> bool:
@@ -51,7 +51,7 @@ class Deferred:
         self.clearing = True
         for params in self.buckets:
             for param in params:
-                if type(param) is not Late:
+                if type(param) is not LazyParameter:
                     param.grad = None
 
     def flush(self) -> None:
@@ -64,16 +64,16 @@ class Deferred:
         self.engine.finish()
         for params in self.buckets:
             for param in params:
-                arrive(param)
+                make_ready(param)
         stepped = self.stepping
         self.under_way = self.clearing = False
         self._step = None
         if stepped:
-            self.engine.guard.check()
+            self.engine.status.check()
         else:
-            self.engine.guard.mark()
+            self.engine.status.mark()
 
-    def _touched(self, param: Late) -> None:
+    def _touched(self, param: LazyParameter) -> None:
         if self.stepping:
             self._await(self.bucket_of[id(param)])
             return
@@ -96,7 +96,7 @@ class Deferred:
             self._update(self._arrived())
         began = self.engine.clock.stamp()
         if self.engine.wait(bucket):
-            self.watch.held_up(began)
+            self.phases.held_up(began)
         self._update(self._arrived() if together else [bucket])
 
     def _arrived(self) -> list[int]:
@@ -110,15 +110,15 @@ class Deferred:
         assert self._step is not None
         if not all(self.engine.fine[bucket] for bucket in buckets):
             self.engine.finish()
-            self.engine.guard.check()
-        self.engine.guard.shield([self.engine.memory[-1].contents(bucket) for bucket in buckets])
+            self.engine.status.check()
+        self.engine.status.shield([self.engine.memory[-1].contents(bucket) for bucket in buckets])
         self.awaited.difference_update(buckets)
         params = [param for bucket in sorted(buckets) for param in self.buckets[bucket]]
         for param in params:
-            arrive(param)
+            make_ready(param)
         began = self.engine.clock.stamp()
         self._step(params)
-        self.watch.updated(began)
+        self.phases.updated(began)
         if self.clearing:
             for param in params:
                 param.grad = None

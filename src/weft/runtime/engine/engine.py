@@ -18,10 +18,10 @@ import torch
 from weft.compression import Context, State
 from weft.errors import LoopError
 from weft.ops import Round, Spec
-from weft.profile import Seen
-from weft.runtime.checks.step_status import Guard
-from weft.runtime.engine.buckets import Memory
-from weft.runtime.engine.issue_order import Book
+from weft.profile import Measured
+from weft.runtime.checks.step_status import StepStatus
+from weft.runtime.engine.buckets import BucketMemory
+from weft.runtime.engine.issue_order import IssueOrder
 from weft.runtime.record.clock import Clock, Spans, Stamp
 from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
@@ -38,20 +38,20 @@ class Engine:
         self.transport, self.device, self.seed = transport, device, seed
         self.clock = Clock(device)
         self.states: list[State] = [{} for _ in transport.layout.carried()]
-        self.rooms: dict[Any, torch.Tensor] = {}
+        self.scratch_memory: dict[Any, torch.Tensor] = {}
         self.momentum = 0.0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
-        self.guard = Guard((), (), lossless=True)
+        self.status = StepStatus((), (), lossless=True)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = False
         self._error: BaseException | None = None
         self._thread = start_serial_thread(self._run, "weft-engine")
 
-    def plan(self, specs: Sequence[Spec], seen: Seen | None = None) -> Timetable:
+    def plan(self, specs: Sequence[Spec], seen: Measured | None = None) -> Timetable:
         """The timetable for parameters in the order in which backward finishes them."""
-        self.rooms = {}
+        self.scratch_memory = {}
         return self.schedule.timetable(specs, self.rounds, seen)
 
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
@@ -60,11 +60,11 @@ class Engine:
 
     # --- for the loop -----------------------------------------------------------------------------------------------
 
-    def begin(self, memory: Sequence[Memory], step: int) -> None:
+    def begin(self, memory: Sequence[BucketMemory], step: int) -> None:
         """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
         if self._under_way or self._error:
             raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
-        self.guard.begin(step)
+        self.status.begin(step)
         self._under_way = True
         self.memory = memory
         count = len(self.timetable.buckets)
@@ -98,7 +98,7 @@ class Engine:
         for bucket in range(len(self.arrived)):
             self.wait(bucket)
         self._under_way = False
-        self.guard.judge(self._telling.heard())
+        self.status.judge(self._telling.heard())
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Everyone gets process 0's values. Where the library carries them, they queue behind this step's exchange."""
@@ -123,31 +123,31 @@ class Engine:
                         event.set()
 
     def _begin(self, step: int) -> None:
-        self._book = Book(self.timetable)
-        self._passages = [_Passage(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
-        self._closed = len(self._passages)
+        self._issue_order = IssueOrder(self.timetable)
+        self._exchanges = [BucketExchange(self, bucket, step) for bucket in range(len(self.timetable.buckets))]
+        self._closed = len(self._exchanges)
 
     def _opened(self, bucket: int) -> None:
         if self.stream is not None:
             self.stream.wait_event(self.marks[bucket])
-        self._passages[bucket].start()
-        self._book.opened(bucket)
+        self._exchanges[bucket].start()
+        self._issue_order.opened(bucket)
         self._closed -= 1
         if self._closed == 0:
-            self._telling = self.transport.tell_later(self.guard.words)
+            self._telling = self.transport.tell_later(self.status.words)
 
     def _issue(self) -> None:
         """Everything whose turn it is."""
-        while (slot := self._book.next()) is not None:
-            self._passages[slot.bucket].issue(slot)
-        if self._book.empty:
+        while (slot := self._issue_order.next()) is not None:
+            self._exchanges[slot.bucket].issue(slot)
+        if self._issue_order.empty:
             self.issued.set()
 
     def part_done(self, slot: Slot) -> None:
         """A part is back; after a round's last part the exchange goes on, after the last round it is over."""
-        if self._book.done(slot):
-            self._passages[slot.bucket].go_on()
-            if self._book.over(slot.bucket):
+        if self._issue_order.done(slot):
+            self._exchanges[slot.bucket].go_on()
+            if self._issue_order.over(slot.bucket):
                 self._look_at(slot.bucket)
                 if self.stream is not None:
                     self.through[slot.bucket] = self.stream.record_event()
@@ -157,7 +157,7 @@ class Engine:
         """A mean is there. One that is not finite goes no further, nor does what it left in a compressor's memory."""
         mean = self.memory[-1].buckets[bucket]
         assert mean is not None
-        self.fine[bucket] = self.guard.arrived(self.memory[-1].members[bucket], mean)
+        self.fine[bucket] = self.status.arrived(self.memory[-1].members[bucket], mean)
         if self.fine[bucket] is False:
             kept = [state.get(spec.name, {}) for state in self.states for spec in self.timetable.buckets[bucket]]
             for tensor in (tensor for memory in kept for tensor in memory.values()):
@@ -171,7 +171,7 @@ class Engine:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
 
-class _Passage:
+class BucketExchange:
     """One bucket on its way: its flows, one for each carried worker, and the collective that they are at."""
 
     def __init__(self, engine: Engine, bucket: int, step: int) -> None:
@@ -188,14 +188,14 @@ class _Passage:
             memory.fill(self.bucket)
             mine = memory.handed(self.bucket)
             members = memory.members[self.bucket]
-            engine.guard.given(rank, members, mine, memory.looked_at.pop(members[0], None))
+            engine.status.given(rank, members, mine, memory.looked_at.pop(members[0], None))
             ctx = Context(
                 step=self.step,
                 rank=rank,
                 workers=layout.workers,
                 seed=engine.seed,
                 momentum=engine.momentum,
-                rooms=engine.rooms,
+                scratch_memory=engine.scratch_memory,
             )
             self.flows.append(engine.compression.exchange(mine.real(), state, ctx))
         self._resume([None] * len(self.flows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from weft.schedule import Slot, Timetable
 
 
-class Book:
+class IssueOrder:
     """One step's slots, in their order. `opened`, `next`, `done` for each slot, until `over`."""
 
     def __init__(self, timetable: Timetable) -> None:

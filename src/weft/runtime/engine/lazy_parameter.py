@@ -1,6 +1,6 @@
 """A parameter that is late: its update is on its way, and the first to touch the parameter waits for it.
 
-While a parameter is late its class is `Late`, and torch asks that class before anything is done with it. So it does not
+While a parameter is late its class is `LazyParameter`, and torch asks that class before anything is done with it. So it does not
 matter who comes first: a layer's forward, tied weights, an average of the weights, `state_dict`, a print. On arrival it
 is an ordinary `nn.Parameter` again.
 """
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-Touched = Callable[["Late"], None]
+Touched = Callable[["LazyParameter"], None]
 """Called when a late parameter, or its gradient, is touched; returns when the parameter has arrived."""
 
 
-class Late(nn.Parameter):
+class LazyParameter(nn.Parameter):
     """An `nn.Parameter` that somebody must wait for."""
 
     _touched: Touched
@@ -36,7 +36,7 @@ class Late(nn.Parameter):
                 return func(*args, **kwargs)
         with _outside_transforms():
             for parameter in pytree.tree_leaves((args, kwargs)):
-                if type(parameter) is Late:  # one that arrives may bring others along
+                if type(parameter) is LazyParameter:  # one that arrives may bring others along
                     parameter._touched(parameter)
         return func(*args, **kwargs)
 
@@ -62,17 +62,17 @@ def _outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def delay(parameter: Tensor, touched: Touched) -> None:
+def make_lazy(parameter: Tensor, touched: Touched) -> None:
     """From now on, whoever touches the parameter is held up by `touched`."""
-    if type(parameter) is not Late:
+    if type(parameter) is not LazyParameter:
         parameter._kind = type(parameter)  # type: ignore[attr-defined]
-        parameter.__class__ = Late
+        parameter.__class__ = LazyParameter
     parameter._touched = touched  # type: ignore[attr-defined]
 
 
-def arrive(parameter: Tensor) -> None:
+def make_ready(parameter: Tensor) -> None:
     """The parameter is what it was before."""
-    if type(parameter) is Late:
+    if type(parameter) is LazyParameter:
         kind = parameter._kind
         del parameter._touched, parameter._kind
         parameter.__class__ = kind  # type: ignore[assignment]

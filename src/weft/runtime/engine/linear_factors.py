@@ -21,9 +21,9 @@ class Factors:
         index: dict[Tensor, int] = {p: i for i, p in enumerate(params)}
         for module in model.modules():
             if type(module) is nn.Linear and module.weight in index and owners[module.weight] == 1:
-                self._watch(index[module.weight], module)
+                self._phases(index[module.weight], module)
 
-    def _watch(self, index: int, layer: nn.Linear) -> None:
+    def _phases(self, index: int, layer: nn.Linear) -> None:
         def ran(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if not torch.is_grad_enabled():
                 return

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from weft.errors import JobError, UserError
-from weft.runtime.launch.process_groups import LEFT, die_with_parent, end_group_with_parent
+from weft.runtime.launch.process_groups import TERMINATED, die_with_parent, end_group_with_parent
 
 
 def main() -> None:
@@ -38,9 +38,9 @@ def main() -> None:
             run.close()
             return
         status = leaving.code if isinstance(leaving.code, int) else 1
-        if status == LEFT:  # the run was saved, and everyone leaves
+        if status == TERMINATED:  # the run was saved, and everyone leaves
             run.close(well=False)
-            sys.exit(LEFT)
+            sys.exit(TERMINATED)
         _leave_word("SystemExit", f"the job left with status {leaving.code}", "", user=status == 2)
     except UserError as error:
         status = 2

@@ -29,8 +29,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft import jobs
 from weft.errors import JobError, UserError, WeftError, nearest
-from weft.runtime.launch.process_groups import LEFT, ended, signal_group
-from weft.runtime.launch.rendezvous import Desk, parse_address
+from weft.runtime.launch.process_groups import TERMINATED, ended, signal_group
+from weft.runtime.launch.rendezvous import Rendezvous, parse_address
 from weft.runtime.launch.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
@@ -60,14 +60,14 @@ class Launch:
     """How many processes carry the workers, in all; None: one each."""
     servers: int = 0
     """Processes beside them that keep the model, where the strategy has such."""
-    forgoes: bool = False
+    survives_worker_loss: bool = False
     """Whether the others go on where a worker dies: nobody waits for everyone."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
     key_file: Path | None = None
     """What processes on several machines prove themselves with; one machine makes its own."""
-    joining: int = 0
+    external_ranks: int = 0
     """So many of the processes, the last ones, are started by hand, with `weft join`."""
     network: str = "untrusted"
     """What lies between the nodes: `trusted` where nobody else is on it."""
@@ -131,11 +131,11 @@ class Launch:
 
     def _check_meeting(self) -> None:
         """What it takes to have servers on several machines, or to be joined."""
-        apart = self.servers and (self.nodes > 1 or self.rendezvous or self.joining)
-        if self.joining and not (self.servers and self.rendezvous):
+        apart = self.servers and (self.nodes > 1 or self.rendezvous or self.external_ranks)
+        if self.external_ranks and not (self.servers and self.rendezvous):
             raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
-        if not 0 <= self.joining < self.workers + self.servers:
-            raise UserError(f"--join is {self.joining}, but at least one process is started here")
+        if not 0 <= self.external_ranks < self.workers + self.servers:
+            raise UserError(f"--join is {self.external_ranks}, but at least one process is started here")
         if apart and self.key_file is None:
             raise UserError(
                 "parameter servers on several machines need --key-file F, the same everywhere; make one with "
@@ -146,7 +146,7 @@ class Launch:
             Key.read(self.key_file or Path())
 
     @property
-    def desk(self) -> str:
+    def rendezvous_address(self) -> str:
         """Where processes ask for servers and for seats, if not in a folder of this machine."""
         return self.rendezvous if self.servers and self.rendezvous else ""
 
@@ -181,7 +181,7 @@ class JobFailedError(WeftError):
         self.traceback, self.status = traceback, status
 
 
-class LeftError(WeftError):
+class Terminated(WeftError):
     """The launcher was asked to end, and the run left with it."""
 
 
@@ -210,7 +210,7 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
         _scratch() as folder,
         _ended() as children,
         _meeting_point(spec, folder) as meeting,
-        _desk(spec, job, on_line) as desk,
+        _rendezvous(spec, job, on_line) as rendezvous_address,
     ):
         progress, progress_in = os.pipe()
         try:
@@ -219,12 +219,12 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
         finally:
             os.close(progress_in)
         with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
-            _attend(children, pipe, on_line, on_progress, spec.forgoes, desk)
+            _attend(children, pipe, on_line, on_progress, spec.survives_worker_loss, rendezvous_address)
         if asked.is_set():
-            saved = all(child.process.returncode in (0, LEFT) for child in children)
-            raise LeftError("stopped, after it was saved" if saved else "stopped, before it could be saved")
+            saved = all(child.process.returncode in (0, TERMINATED) for child in children)
+            raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
         failed = [child for child in children if child.process.returncode != 0]
-        if spec.forgoes and len(failed) < spec.workers and not any(child.server for child in failed):
+        if spec.survives_worker_loss and len(failed) < spec.workers and not any(child.server for child in failed):
             return  # whoever was lost, others went on to the end
         _judge(children, folder)
 
@@ -259,7 +259,7 @@ def _ended() -> Iterator[list[_Child]]:
 
 
 def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
-    here = (spec.count + spec.servers) // spec.nodes - spec.joining
+    here = (spec.count + spec.servers) // spec.nodes - spec.external_ranks
     threads = max(1, (os.cpu_count() or 1) // here)
     key_file = spec.key_file.absolute() if spec.key_file else None
     if spec.servers and key_file is None:
@@ -272,7 +272,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
         said = _said(spec, job, rank) | {
             "WEFT_PROGRESS_FD": progress if rank == 0 else None,
             "WEFT_KEY_FILE": key_file,
-            "WEFT_MEETING": folder if spec.nodes == 1 and not spec.desk else None,
+            "WEFT_MEETING": folder if spec.nodes == 1 and not spec.rendezvous_address else None,
         }
         for key, value in said.items():
             env.pop(key, None)
@@ -307,14 +307,14 @@ def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
         "WEFT_OUT": spec.out,
         "WEFT_TRACE": "1" if spec.trace else None,
         "WEFT_JOB": job,
-        "WEFT_NETWORK": spec.network if spec.nodes > 1 or spec.desk else None,
+        "WEFT_NETWORK": spec.network if spec.nodes > 1 or spec.rendezvous_address else None,
         "WEFT_RESUME": spec.resume,
         "WEFT_SAVE_EVERY": spec.policy.every if spec.policy else None,
         "WEFT_KEEP_LAST": spec.policy.last if spec.policy else None,
         "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
         "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
         "WEFT_SERVER": rank - spec.count if rank >= spec.count else None,
-        "WEFT_DESK": spec.desk or None,
+        "WEFT_RENDEZVOUS": spec.rendezvous_address or None,
     }
 
 
@@ -327,35 +327,35 @@ def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _desk(spec: Launch, job: Path, on_line: Callable[[int, str], None]) -> Iterator[Desk | None]:
+def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) -> Iterator[Rendezvous | None]:
     """The run's desk, where it has one and this is the machine that keeps it."""
-    if not spec.desk or spec.node_rank > 0:
+    if not spec.rendezvous_address or spec.node_rank > 0:
         yield None
         return
-    host, port = parse_address(spec.desk)
+    host, port = parse_address(spec.rendezvous_address)
     total = spec.count + spec.servers
     try:
-        desk = Desk(
+        rendezvous_address = Rendezvous(
             (host, port),
             Key.read(spec.key_file or Path()),
             encrypted=spec.network != "trusted",
-            vacant=range(total - spec.joining, total),
+            vacant=range(total - spec.external_ranks, total),
             seat=lambda rank: _seat(spec, job, rank),
             said=lambda text: on_line(0, text),
         )
     except OSError as error:
         raise _cannot_listen(host, port, error) from None
     try:
-        yield desk
+        yield rendezvous_address
     finally:
-        desk.close()
+        rendezvous_address.close()
 
 
 @contextmanager
 def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
     """Where processes meet: a file on one machine, a store that listens on the one address given on several."""
-    if spec.nodes == 1 or spec.desk:
-        yield {"WEFT_STORE": str(folder / "store") if not spec.desk else ""}
+    if spec.nodes == 1 or spec.rendezvous_address:
+        yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
         return
     host, _, port = spec.rendezvous.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -392,8 +392,8 @@ def _attend(
     progress: IO[bytes],
     on_line: Callable[[int, str], None],
     on_progress: Callable[[dict[str, Any]], None],
-    forgoes: bool,
-    desk: Desk | None,
+    survives_worker_loss: bool,
+    rendezvous_address: Rendezvous | None,
 ) -> None:
     """Relay output until every process has ended, or one has failed that the others cannot go on without."""
     pipes = selectors.DefaultSelector()
@@ -415,14 +415,16 @@ def _attend(
                     on_progress(json.loads(line))
             else:
                 _relay(speaker, key.fd, chunk, on_line)
-        failed = [child for child in children if child.over() and child.process.returncode not in (0, LEFT)]
-        if forgoes and any(child.process.returncode in (None, 0) for child in children if not child.server):
+        failed = [child for child in children if child.over() and child.process.returncode not in (0, TERMINATED)]
+        if survives_worker_loss and any(
+            child.process.returncode in (None, 0) for child in children if not child.server
+        ):
             for child in failed:
                 if not child.server and not child.missed:
                     child.missed = True
                     on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
-                    if desk is not None:
-                        desk.vacate(child.rank)
+                    if rendezvous_address is not None:
+                        rendezvous_address.vacate(child.rank)
             failed = [child for child in failed if child.server]
         if failed:
             time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
@@ -440,7 +442,7 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
 
     def ask(*_: Any) -> None:
         if asked.is_set():
-            raise LeftError("stopped at once: it was asked to twice")
+            raise Terminated("stopped at once: it was asked to twice")
         asked.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
@@ -449,7 +451,7 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
                     os.kill(child.process.pid, signal.SIGTERM)
 
     def over(*_: Any) -> None:
-        raise LeftError(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
+        raise Terminated(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
 
     usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
     try:

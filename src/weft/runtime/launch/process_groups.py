@@ -14,7 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-LEFT = 128 + signal.SIGTERM
+TERMINATED = 128 + signal.SIGTERM
 """The exit status of a run that was asked to leave, and could save before it did."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 

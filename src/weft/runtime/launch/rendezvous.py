@@ -23,7 +23,7 @@ from weft.transport.messaging import Client, Key, Request, Server
 _SERVER = struct.Struct("!I")
 
 
-class Verb(enum.IntEnum):
+class RendezvousVerb(enum.IntEnum):
     """What the desk is asked."""
 
     HERE = 1
@@ -31,14 +31,14 @@ class Verb(enum.IntEnum):
     SEAT = 3
 
 
-TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_WORKERS", "WEFT_SERVER", "WEFT_DESK"}
+TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_WORKERS", "WEFT_SERVER", "WEFT_RENDEZVOUS"}
 TOLD |= {"WEFT_JOB", "WEFT_CLI_STRATEGY", "WEFT_STEPS", "WEFT_SEED", "WEFT_DEVICE", "WEFT_SHARE_GPUS", "WEFT_NETWORK"}
 TOLD |= {"WEFT_OUT", "WEFT_TRACE", "WEFT_RESUME", "WEFT_SAVE_EVERY", "WEFT_KEEP_LAST", "WEFT_KEEP_EVERY"}
 """The environment variables that a seat may set. None of them makes a process import or load anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seating:
+class Assignment:
     """What a process that joins runs: a job, its arguments, and the environment that says which part it has."""
 
     job: str
@@ -46,7 +46,7 @@ class Seating:
     env: dict[str, str]
 
 
-class Desk:
+class Rendezvous:
     """Listens until closed. `vacant` are the ranks that wait for somebody, `seat` says what one of them runs."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Desk:
         self._known: dict[int, bytes] = {}
         self._asking: dict[int, list[Request]] = {}
         self._lock = threading.Lock()
-        self._server = Server(address, key, self._do, encrypted=encrypted, most_bytes=1 << 20, left=self._left)
+        self._server = Server(address, key, self._do, encrypted=encrypted, max_frame_bytes=1 << 20, left=self._left)
         self.address = self._server.address
 
     def vacate(self, rank: int) -> None:
@@ -80,21 +80,21 @@ class Desk:
     def _do(self, request: Request) -> None:
         with self._lock:
             match request.verb:
-                case Verb.HERE:
+                case RendezvousVerb.HERE:
                     (server,) = _SERVER.unpack(request.parts[0])
                     self._known[server] = bytes(request.parts[1])
                     request.reply()
                     for each in self._asking.pop(server, ()):
                         each.reply([memoryview(self._known[server])])
-                case Verb.WHERE:
+                case RendezvousVerb.WHERE:
                     (server,) = _SERVER.unpack(request.parts[0])
                     if server in self._known:
                         request.reply([memoryview(self._known[server])])
                     else:
                         self._asking.setdefault(server, []).append(request)
-                case Verb.SEAT if not self._vacant:
+                case RendezvousVerb.SEAT if not self._vacant:
                     request.refuse("every seat of this run is taken; come back when a worker is lost")
-                case Verb.SEAT:
+                case RendezvousVerb.SEAT:
                     rank = self._taken[request.identity] = self._vacant.pop(0)
                     request.reply([memoryview(json.dumps(self._seat(rank)).encode())])
                     self._said(f"{request.sender} joins as process {rank}")
@@ -111,32 +111,34 @@ class Desk:
 
 def reach(address: str, key: Key, name: str, *, encrypted: bool, retry_s: float = 30.0) -> Client:
     """The desk of a run, from elsewhere."""
-    return Client(parse_address(address), key, name, encrypted=encrypted, most_bytes=1 << 20, retry_s=retry_s)
+    return Client(parse_address(address), key, name, encrypted=encrypted, max_frame_bytes=1 << 20, retry_s=retry_s)
 
 
-def say_here(desk: Client, server: int, address: str, timeout_s: float) -> None:
-    desk.ask(Verb.HERE, [memoryview(_SERVER.pack(server)), memoryview(address.encode())], once=True).wait(timeout_s)
+def say_here(rendezvous: Client, server: int, address: str, timeout_s: float) -> None:
+    rendezvous.ask(
+        RendezvousVerb.HERE, [memoryview(_SERVER.pack(server)), memoryview(address.encode())], once=True
+    ).wait(timeout_s)
 
 
-def ask_where(desk: Client, server: int, timeout_s: float) -> str:
-    return bytes(desk.ask(Verb.WHERE, [memoryview(_SERVER.pack(server))]).wait(timeout_s)[0]).decode()
+def ask_where(rendezvous: Client, server: int, timeout_s: float) -> str:
+    return bytes(rendezvous.ask(RendezvousVerb.WHERE, [memoryview(_SERVER.pack(server))]).wait(timeout_s)[0]).decode()
 
 
-def take_seat(desk: Client, timeout_s: float) -> Seating:
+def take_assignment(rendezvous: Client, timeout_s: float) -> Assignment:
     """What to run, and as whom. Refuses any environment variable that is not in TOLD."""
-    said = bytes(desk.ask(Verb.SEAT, once=True).wait(timeout_s)[0])
+    said = bytes(rendezvous.ask(RendezvousVerb.SEAT, once=True).wait(timeout_s)[0])
     try:
         found = json.loads(said)
-        seating = Seating(job=found["job"], args=tuple(found["args"]), env=dict(found["env"]))
+        seating = Assignment(job=found["job"], args=tuple(found["args"]), env=dict(found["env"]))
         texts = [seating.job, *seating.args, *seating.env, *seating.env.values()]
-        strangers = sorted(set(seating.env) - TOLD)
+        unknown = sorted(set(seating.env) - TOLD)
         if not all(isinstance(text, str) for text in texts) or not {"RANK", "WEFT_CLI_STRATEGY"} <= set(seating.env):
             raise ValueError("a job, its arguments and its environment are texts")
     except (KeyError, TypeError, ValueError) as error:
         raise JobError(f"the run's seat cannot be read ({error}); use the same version of Weft on both sides") from None
-    if strangers:
+    if unknown:
         raise JobError(
-            f"the run wants to set {', '.join(strangers)} here, which no run needs; see that the address is right, and "
+            f"the run wants to set {', '.join(unknown)} here, which no run needs; see that the address is right, and "
             "use the same version of Weft on both sides"
         )
     return seating

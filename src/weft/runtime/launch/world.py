@@ -26,7 +26,7 @@ from weft.transport.heartbeat import peer_timeout_s
 from weft.transport.mesh import Mesh
 from weft.transport.messaging import Client, Key
 
-_DESK_S = 60.0
+_RENDEZVOUS_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class World:
     meeting: str = ""
     """A folder in which servers say where they listen."""
     key_file: str = ""
-    desk: str = ""
+    rendezvous: str = ""
     """Where the launcher is asked where servers listen, if not in a folder."""
 
     @classmethod
@@ -64,12 +64,12 @@ class World:
                 store=env.get("WEFT_STORE", ""),
                 shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
                 trusted=env.get("WEFT_NETWORK") == "trusted"
-                or (env.get("LOCAL_WORLD_SIZE") == str(processes) and not env.get("WEFT_DESK")),
+                or (env.get("LOCAL_WORLD_SIZE") == str(processes) and not env.get("WEFT_RENDEZVOUS")),
                 forced=env.get("WEFT_FORCE") == "1",
                 server=int(env["WEFT_SERVER"]) if "WEFT_SERVER" in env else None,
                 meeting=env.get("WEFT_MEETING", ""),
                 key_file=env.get("WEFT_KEY_FILE", ""),
-                desk=env.get("WEFT_DESK", ""),
+                rendezvous=env.get("WEFT_RENDEZVOUS", ""),
             )
         except ValueError as error:
             raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
@@ -82,9 +82,14 @@ class World:
 
     def with_servers(self, topology: Topology) -> World:
         """Itself, or under a launcher that knows no servers: the last processes are the servers."""
-        if self.server is not None or "WEFT_WORKERS" in os.environ or self.processes == 1 or not topology.homes(1):
+        if (
+            self.server is not None
+            or "WEFT_WORKERS" in os.environ
+            or self.processes == 1
+            or not topology.server_hosts(1)
+        ):
             return self
-        fits = [n for n in range(1, self.processes) if n + len(topology.homes(n)) == self.processes]
+        fits = [n for n in range(1, self.processes) if n + len(topology.server_hosts(n)) == self.processes]
         if not fits:
             raise UserError(
                 f"{self.processes} processes cannot be divided into workers and servers as {topology} wants it; start "
@@ -165,9 +170,9 @@ class World:
     def announce(self, server: int, address: tuple[str, int]) -> None:
         """Say where a server listens."""
         text = "{}:{}".format(*address)
-        if self.desk:
-            with self.at_desk() as desk:
-                say_here(desk, server, text, _DESK_S)
+        if self.rendezvous:
+            with self.at_rendezvous() as rendezvous:
+                say_here(rendezvous, server, text, _RENDEZVOUS_S)
             return
         if not self.meeting:
             self._book().set(f"server-{server}", text)
@@ -179,9 +184,9 @@ class World:
     def find(self, server: int, timeout_s: float) -> tuple[str, int]:
         """A server's address, once it is there."""
         late = PeerLost(f"server {server} did not come up within {timeout_s:g} s; its own message says why")
-        if self.desk:
-            with self.at_desk() as desk:
-                text = ask_where(desk, server, timeout_s)
+        if self.rendezvous:
+            with self.at_rendezvous() as rendezvous:
+                text = ask_where(rendezvous, server, timeout_s)
         elif not self.meeting:
             try:
                 text = self._book(timeout_s).get(f"server-{server}").decode()
@@ -197,10 +202,10 @@ class World:
         host, _, port = text.rpartition(":")
         return host, int(port)
 
-    def at_desk(self, retry_s: float = 30.0) -> contextlib.closing[Client]:
+    def at_rendezvous(self, retry_s: float = 30.0) -> contextlib.closing[Client]:
         """A link to the launcher's desk."""
         name, key = f"process {self.process} of {socket.gethostname()}", Key.read(Path(self.key_file))
-        return contextlib.closing(reach(self.desk, key, name, encrypted=not self.trusted, retry_s=retry_s))
+        return contextlib.closing(reach(self.rendezvous, key, name, encrypted=not self.trusted, retry_s=retry_s))
 
     def _book(self, timeout_s: float = 60.0) -> TCPStore:
         """The launcher's own store, where there is no folder that all see."""
@@ -209,12 +214,12 @@ class World:
 
     def address(self) -> str:
         """Where others reach this process: the address of the interface that the collective library uses too."""
-        if self._on_one_machine and not self.desk:
+        if self._on_one_machine and not self.rendezvous:
             return "127.0.0.1"
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         found = address_of(name) if name else None
         if found is None:
-            found = address_towards(parse_address(self.desk)[0] if self.desk else os.environ["MASTER_ADDR"])
+            found = address_towards(parse_address(self.rendezvous)[0] if self.rendezvous else os.environ["MASTER_ADDR"])
         return found or "127.0.0.1"
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError
-from weft.runtime.engine.lazy_parameter import arrive, delay
+from weft.runtime.engine.lazy_parameter import make_lazy, make_ready
 
 _WHY = "this process carries several workers, and the loop's body runs once for each of them"
 
 
-class Carried:
+class BetweenPasses:
     """Watches a model and its optimizer from the end of a worker's backward to the next worker's batch."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
@@ -40,14 +40,14 @@ class Carried:
 
         model.zero_grad = MethodType(weft_zero_grad, model)  # type: ignore[method-assign]
 
-    def turn_ended(self) -> None:
+    def pass_ended(self) -> None:
         """A worker's backward is over, and it was not the last one of this process."""
         self._check_counters()
         self._before = _snapshot(self.optimizer)
         self.between = True
         self.hide()
 
-    def next_turn(self) -> None:
+    def next_pass(self) -> None:
         """The next worker has its batch, or the step is about to be taken."""
         if not self.between:
             return
@@ -63,16 +63,16 @@ class Carried:
         """Refuse every use of a parameter while no worker has a batch."""
         if self.between:
             for param in self.params:
-                delay(param, self._touched)
+                make_lazy(param, self._touched)
 
     def _show(self) -> None:
         if self.between:
             for param in self.params:
-                arrive(param)
+                make_ready(param)
 
     def _touched(self, param: Tensor) -> None:
         if _clipping():
-            arrive(param)
+            make_ready(param)
             return
         raise LoopError(
             f"a parameter or its gradient was used between two workers' turns: {_WHY}; put all but the last backward "

@@ -49,7 +49,7 @@ class Epoch:
         return self.consumed + (self.out if step > self.dealt_at else 0)
 
 
-class Reading:
+class DataPosition:
     """The epochs of a run, in the order in which the loop began them."""
 
     def __init__(self) -> None:
@@ -103,10 +103,10 @@ class Reading:
             self._ended = self._states()
 
     def _states(self) -> list[Any]:
-        return [process_draws(), torch.get_rng_state(), *(each.get_state() for each in self.generators)]
+        return [process_rng_state(), torch.get_rng_state(), *(each.get_state() for each in self.generators)]
 
     def _set_states(self, states: list[Any]) -> None:
-        set_process_draws(states[0])
+        set_process_rng_state(states[0])
         torch.set_rng_state(states[1])
         for generator, state in zip(self.generators, states[2:], strict=True):
             generator.set_state(state)
@@ -131,7 +131,7 @@ class Reading:
             self._left.append(epoch)
 
 
-def process_draws() -> list[Any]:
+def process_rng_state() -> list[Any]:
     """Python's and numpy's global random numbers: one stream for each process, whomever it carries."""
     version, inner, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
@@ -141,14 +141,14 @@ def process_draws() -> list[Any]:
     ]
 
 
-def set_process_draws(states: list[Any]) -> None:
+def set_process_rng_state(states: list[Any]) -> None:
     version, inner, gauss = states[0]
     random.setstate((version, tuple(inner.tolist()), gauss))
     kind, keys, *rest = states[1]
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
 
 
-class Draws:
+class DataRng:
     """Random numbers for reading one epoch's data: torch's, numpy's and Python's, the same in every process.
 
     The loop's own are as they were afterwards, and so do not depend on how much data has been read.

@@ -34,8 +34,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from weft.errors import LoopError, UserError
 from weft.runtime.loop import batch_fingerprint as fingerprint
-from weft.runtime.loop.data_position import Draws, Epoch, Reading
-from weft.runtime.loop.logical_workers import Share, Turns, stream_seed
+from weft.runtime.loop.data_position import DataPosition, DataRng, Epoch
+from weft.runtime.loop.logical_workers import Passes, Share, stream_seed
 from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
 from weft.transport.collective import Processes
 
@@ -54,20 +54,20 @@ class Dealer:
     """What dealing needs to know of the run."""
 
     workers: int
-    turns: Turns
+    passes: Passes
     transport: Processes
-    reading: Reading
+    position: DataPosition
     seed: int
 
     def feeds(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> list[Iterator[Dealt]]:
         """One stream of batches for each carried worker: what an epoch has not consumed yet."""
-        ranks = self.turns.ranks
+        ranks = self.passes.ranks
         if own:
             if len(ranks) > 1:
                 raise UserError(
                     "own=True gives each process its own data, but this one carries several workers; use one each"
                 )
-            if epoch.consumed and self.reading.resized:
+            if epoch.consumed and self.position.resized:
                 raise UserError(
                     "own=True gives each worker its own data, and the checkpoint has another number of workers; resume "
                     "with as many"
@@ -89,7 +89,7 @@ class Dealer:
 
     def _indexed(self, loader: DataLoader[Any], epoch: Epoch) -> list[Iterator[Dealt]]:
         """A map-style loader: deal its sampler's batches, so that each worker loads only its own."""
-        ranks, order, first = self.turns.ranks, self._order(epoch), epoch.consumed
+        ranks, order, first = self.passes.ranks, self._order(epoch), epoch.consumed
         copies = itertools.tee(self._indices(loader, epoch), 2 * len(ranks))
         return [
             self._loaded(loader, copies[2 * at], copies[2 * at + 1], rank, order, first + rank)
@@ -99,7 +99,7 @@ class Dealer:
     def _indices(self, loader: DataLoader[Any], epoch: Epoch) -> Iterator[Group]:
         """The groups of an epoch, as indices; an endless sampler is read as it is needed."""
         assert loader.batch_sampler is not None
-        draws = Draws(self._order(epoch))
+        draws = DataRng(self._order(epoch))
         with draws.lent():
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself would
             source = iter(loader.batch_sampler)
@@ -131,7 +131,7 @@ class Dealer:
 
     def _groups(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Group]:
         """Any other loader: every process goes through all of it, with the same random numbers."""
-        draws = Draws(self._order(epoch)) if type(loader) not in (list, tuple) else None
+        draws = DataRng(self._order(epoch)) if type(loader) not in (list, tuple) else None
         with draws.lent() if draws else contextlib.nullcontext():
             source = iter(loader)
             _skip(source, epoch.consumed)
@@ -139,7 +139,7 @@ class Dealer:
         return self._grouped(source, loader, mark, draws, 1)
 
     def _grouped(
-        self, source: Iterator[Any], loader: Any, mark: Callable[[list[Any]], int], draws: Draws | None, ahead: int
+        self, source: Iterator[Any], loader: Any, mark: Callable[[list[Any]], int], draws: DataRng | None, ahead: int
     ) -> Iterator[Group]:
         """So many groups at once; with drop_last, a step for which not every worker has a batch is dropped."""
         whole = isinstance(loader, DataLoader) and loader.drop_last
@@ -177,8 +177,8 @@ class Dealer:
     def counted(self, feeds: list[Iterator[Dealt]], count: Count) -> list[Dealt]:
         """The next batch of each carried worker, with a share that is known when all workers have told their counts."""
         row: list[Dealt] = []
-        for turn, feed in enumerate(feeds):
-            with self.turns.stream_of(turn):
+        for pass_index, feed in enumerate(feeds):
+            with self.passes.stream_of(pass_index):
                 row += itertools.islice(feed, 1)
         if not row:
             return []
@@ -186,7 +186,7 @@ class Dealer:
         shares = Shares(self.transport, counts)
         return [
             (batch, functools.partial(shares.of, rank), math.ceil(mine), mark)
-            for (batch, _, _, mark), rank, mine in zip(row, self.turns.ranks, counts, strict=True)
+            for (batch, _, _, mark), rank, mine in zip(row, self.passes.ranks, counts, strict=True)
         ]
 
     def _own(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Dealt]:
@@ -218,7 +218,7 @@ class Dealer:
                     f"batch {at} has {samples(batch)} samples, but the first had {guessed[at]}; give run.shard() "
                     "a DataLoader or a list, whose sizes are known ahead"
                 )
-            yield batch, *share_of([row[at] for row in rows], self.turns.ranks[0], self.workers), 0
+            yield batch, *share_of([row[at] for row in rows], self.passes.ranks[0], self.workers), 0
 
 
 def _length(loader: Any) -> int | None:
@@ -312,10 +312,10 @@ class Shard:
         loader: Iterable[Any],
         epochs: int | None,
         own: bool,
-        between: Between,
+        lifecycle: BetweenSteps,
         count: Count | None = None,
     ) -> None:
-        self.dealer, self.loader, self.epochs, self.own, self.between = dealer, loader, epochs, own, between
+        self.dealer, self.loader, self.epochs, self.own, self.lifecycle = dealer, loader, epochs, own, lifecycle
         self.count = count
 
     def __len__(self) -> int:
@@ -327,60 +327,62 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         dealer = self.dealer
-        reading, turns = dealer.reading, dealer.turns
-        if self.count is not None and turns.sums:
+        position, passes = dealer.position, dealer.passes
+        if self.count is not None and passes.sums:
             raise UserError(
                 'samples= weighs a mean, and reduction="sum" adds gradients up undivided; leave one of them out'
             )
         for _ in itertools.count() if self.epochs is None else range(self.epochs):
-            epoch = reading.begin(turns.step, self.loader)
+            epoch = position.begin(passes.step, self.loader)
             if epoch.over:
                 dealer.pass_by(self.loader, self.own, epoch)
-                reading.skipped()
+                position.skipped()
                 continue
-            with reading.entering(epoch, self.loader):
+            with position.entering(epoch, self.loader):
                 feeds = dealer.feeds(self.loader, self.own, epoch)
-            exchanges = turns.exchanges
+            exchanges = passes.exchanges
             try:
                 yield from self._one(feeds, epoch)
             except GeneratorExit:  # the loop has left it
-                turns.passed(id(epoch))
-                reading.end(epoch, turns.step)
+                passes.passed(id(epoch))
+                position.end(epoch, passes.step)
                 raise
-            turns.passed(id(epoch))
-            if turns.exchanges > exchanges:
-                self.between.passed()
-            if self.between.enough():
+            passes.passed(id(epoch))
+            if passes.exchanges > exchanges:
+                self.lifecycle.passed()
+            if self.lifecycle.enough():
                 return
             if not epoch.consumed + epoch.out:
                 raise LoopError("the loader gave no batch; a smaller batch size or drop_last=False may help")
-            reading.end(epoch, turns.step)
+            position.end(epoch, passes.step)
 
     def _one(self, feeds: list[Iterator[Dealt]], epoch: Epoch) -> Iterator[Any]:
-        turns = self.dealer.turns
-        if turns.count > 1 and turns.within:
+        passes = self.dealer.passes
+        if passes.count > 1 and passes.within:
             raise LoopError(
                 "the last epoch ended inside accumulate(), and of the several workers that this process carries only "
                 "the first had got there; let an epoch hold whole steps, or give each worker a process"
             )
         ahead: deque[Dealt] = deque()
-        while not (self.between.enough() and turns.turn == 0):
-            self.between.resumed(epoch)
-            got = next(feeds[turns.turn], None) if self.count is None else self._counted(feeds, self.count, ahead)
+        while not (self.lifecycle.enough() and passes.pass_index == 0):
+            self.lifecycle.resumed(epoch)
+            got = (
+                next(feeds[passes.pass_index], None) if self.count is None else self._counted(feeds, self.count, ahead)
+            )
             if got is None:
                 return
             batch, share, count, fingerprint = got
-            turns.deal(share, count, id(epoch), fingerprint)
-            if turns.turn == 0:
-                epoch.deal(self.dealer.workers, turns.step)
-            before = turns.step
+            passes.deal(share, count, id(epoch), fingerprint)
+            if passes.pass_index == 0:
+                epoch.deal(self.dealer.workers, passes.step)
+            before = passes.step
             yield batch
-            if turns.step > before:
-                self.between.stepped(epoch)
+            if passes.step > before:
+                self.lifecycle.stepped(epoch)
 
     def _counted(self, feeds: list[Iterator[Dealt]], count: Count, ahead: deque[Dealt]) -> Dealt | None:
         """The next batch of the worker whose turn it is; those of all carried workers are counted together."""
-        if self.dealer.turns.turn == 0:
+        if self.dealer.passes.pass_index == 0:
             if ahead:
                 raise LoopError(
                     "a batch was passed over, and with samples= the workers that this process carries count the "
@@ -390,7 +392,7 @@ class Shard:
         return ahead.popleft() if ahead else None
 
 
-class Between(Protocol):
+class BetweenSteps(Protocol):
     """What the run does between a loop's steps."""
 
     def enough(self) -> bool:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from weft.errors import LoopError
 
 
-class Bypass:
+class LateChanges:
     """The parameters, hooks and optimizers of one model as they were at `distribute`."""
 
     def __init__(

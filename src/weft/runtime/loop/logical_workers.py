@@ -20,7 +20,7 @@ Share = float | Callable[[], float]
 """A worker's share of a step's joined batch. A function asks the other workers, with the first gradient of the step."""
 
 
-class Turns:
+class Passes:
     """The carried workers' turns within a step: random streams, shares of the batch, and what is complete."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
@@ -28,7 +28,7 @@ class Turns:
         self.count = len(self.ranks)
         self.workers = layout.workers
         self.even = 1.0 / layout.workers
-        self.turn = 0
+        self.pass_index = 0
         self.step = 0
         self.share = self.even
         self.accumulating = False
@@ -62,11 +62,11 @@ class Turns:
 
     @property
     def rank(self) -> int:
-        return self.ranks[self.turn]
+        return self.ranks[self.pass_index]
 
     @property
     def last(self) -> bool:
-        return self.turn == self.count - 1
+        return self.pass_index == self.count - 1
 
     def add_up(self) -> None:
         """From here on gradients are added up undivided."""
@@ -82,7 +82,7 @@ class Turns:
         self._dealt[number] = share
         if not callable(share):
             self.share = share
-        if self.turn == 0:
+        if self.pass_index == 0:
             self._fingerprints[number] = (self._fingerprints.get(number, 0) * 31 + fingerprint) % 2**62
         self.samples += samples
         self._batch = True
@@ -144,14 +144,14 @@ class Turns:
                 "the last backward before a step into `with run.accumulate():`"
             )
         self.asked = False
-        if self.turn == 0 and self.count > 1:
+        if self.pass_index == 0 and self.count > 1:
             self.complete = False
         self._compare()
         self._weigh()
 
     def next(self) -> None:
         """This worker's turn is over."""
-        if self.turn == 0:
+        if self.pass_index == 0:
             self._taken_first = self._taken
         elif self._taken != self._taken_first:
             raise LoopError(
@@ -164,9 +164,9 @@ class Turns:
         if self.last:
             self._fingerprints.clear()
         if self.count > 1:
-            self._streams[self.turn] = _rng_state()
-            self.turn = (self.turn + 1) % self.count
-            _set_rng_state(self._streams[self.turn])
+            self._streams[self.pass_index] = _rng_state()
+            self.pass_index = (self.pass_index + 1) % self.count
+            _set_rng_state(self._streams[self.pass_index])
 
     def exchanged(self) -> None:
         self.unstepped = True
@@ -184,17 +184,17 @@ class Turns:
             self._streams.insert(0, _rng_state())
 
     @contextmanager
-    def stream_of(self, turn: int) -> Iterator[None]:
+    def stream_of(self, pass_index: int) -> Iterator[None]:
         """Random numbers are the carried worker's of that turn, which draws before its turn has come."""
-        if turn == self.turn or not self._streams:
+        if pass_index == self.pass_index or not self._streams:
             yield
             return
         mine = _rng_state()
-        _set_rng_state(self._streams[turn])
+        _set_rng_state(self._streams[pass_index])
         try:
             yield
         finally:
-            self._streams[turn] = _rng_state()
+            self._streams[pass_index] = _rng_state()
             _set_rng_state(mine)
 
     def streams(self) -> list[list[torch.Tensor]]:
@@ -214,7 +214,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, workers: int) -> None:
-        self._slots = Slots(model, workers)
+        self._slots = BufferSlots(model, workers)
         self.start = [buffer.clone() for buffer in self.tensors]
         self.first = self.start
 
@@ -223,13 +223,13 @@ class Buffers:
         """The model's buffers as they are now."""
         return self._slots.tensors
 
-    def turn_ended(self, turns: Turns) -> None:
+    def pass_ended(self, passes: Passes) -> None:
         """Keep what the first turn made of them, unless its batch did not count; give the next one a fresh start."""
-        if turns.count == 1 and turns.share > 0:
+        if passes.count == 1 and passes.share > 0:
             return
-        if turns.turn == 0:
-            self.first = [b.clone() for b in (self.tensors if turns.share > 0 else self.start)]
-        self._set(self.first if turns.last else self.start)
+        if passes.pass_index == 0:
+            self.first = [b.clone() for b in (self.tensors if passes.share > 0 else self.start)]
+        self._set(self.first if passes.last else self.start)
 
     def _set(self, values: list[torch.Tensor]) -> None:
         for buffer, value in zip(self.tensors, values, strict=True):
@@ -241,7 +241,7 @@ class Buffers:
             mine.copy_(buffer)
 
 
-class Slots:
+class BufferSlots:
     """Where a model's buffers are: modules may put another tensor in a buffer's place in every forward."""
 
     def __init__(self, model: nn.Module, workers: int) -> None:

@@ -22,13 +22,13 @@ _NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax Rprop ASGD 
 _SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)} | {Lamb, Lars}
 
 
-def obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
+def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why this model's parameters cannot be updated one after another; None where they can."""
     if type(optimizer) not in _SEPARABLE:
         return f"{type(optimizer).__name__} may look at several parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a differentiable optimizer steps as a whole"
-    if hooked(optimizer):
+    if has_step_hooks(optimizer):
         return "hooks on the optimizer expect a whole step"
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if any(p.requires_grad and id(p) not in stepped for p in model.parameters()):
@@ -44,7 +44,7 @@ def obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
     return None
 
 
-def hooked(optimizer: Optimizer) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to be told about a whole step of this optimizer."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
@@ -52,7 +52,7 @@ def hooked(optimizer: Optimizer) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in everyone)
 
 
-class Piecewise:
+class PartialStep:
     """The same optimizer, sharing its state, with groups of its own."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -1,6 +1,6 @@
 """What the servers keep must not be changed by a worker's loop: they do not see it, and would overwrite it.
 
-Parameters, the optimizer's groups and its state are the servers' from `run.distribute()` on. `Unchanged` notices what a
+Parameters, the optimizer's groups and its state are the servers' from `run.distribute()` on. `ServerOwned` notices what a
 loop does to them. An edit in place is seen by a parameter's version, which torch counts; edits through `.data` are
 counted too while parameters are watched, since `.data` then shares the version. New memory is seen by its address. What
 leaves neither trace (a view of numpy's) is seen by a hash, now and then.
@@ -19,7 +19,7 @@ from weft.errors import LoopError
 from weft.runtime.checks.step_status import HASH_EVERY, hashed
 
 
-class Unchanged:
+class ServerOwned:
     """A model and an optimizer as the servers know them."""
 
     def __init__(self, model: nn.Module, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:

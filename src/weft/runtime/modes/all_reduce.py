@@ -20,27 +20,27 @@ from torch import Tensor, nn
 
 from weft.errors import LoopError
 from weft.ops import Spec
-from weft.profile import Seen
-from weft.runtime.checks.step_status import Guard
-from weft.runtime.engine.buckets import Memory
-from weft.runtime.engine.calibration import Lessons
+from weft.profile import Measured
+from weft.runtime.checks.step_status import StepStatus
+from weft.runtime.engine.buckets import BucketMemory
+from weft.runtime.engine.calibration import Calibration
 from weft.runtime.engine.deferred_step import Deferred
 from weft.runtime.engine.engine import Engine
-from weft.runtime.engine.lazy_parameter import Late
+from weft.runtime.engine.lazy_parameter import LazyParameter
 from weft.runtime.engine.linear_factors import Factors
-from weft.runtime.loop.between_passes import Carried
-from weft.runtime.loop.late_changes import Bypass, compiled
-from weft.runtime.loop.logical_workers import Buffers, Turns
-from weft.runtime.record.events import Watch
+from weft.runtime.loop.between_passes import BetweenPasses
+from weft.runtime.loop.late_changes import LateChanges, compiled
+from weft.runtime.loop.logical_workers import Buffers, Passes
+from weft.runtime.record.events import PhaseTimer
 from weft.strategy import wrapped
 
 
 @dataclass(frozen=True)
-class Known:
+class ResumedLayout:
     """What an earlier part of the run knew: in which order backward finishes parameters, and what a schedule saw."""
 
     order: Sequence[str]
-    seen: Seen | None
+    seen: Measured | None
 
 
 class Gradients:
@@ -50,35 +50,37 @@ class Gradients:
         self,
         model: nn.Module,
         engine: Engine,
-        turns: Turns,
-        watch: Watch,
+        passes: Passes,
+        phases: PhaseTimer,
         *,
         unused: bool,
         defers: bool = False,
         folder: Path | None = None,
-        known: Known | None = None,
+        known: ResumedLayout | None = None,
     ) -> None:
         named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
         self.params = [p for p in named if p.requires_grad]
         self.names = [named[p] for p in self.params]
         self.frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
-        self.engine, self.turns, self.watch = engine, turns, watch
-        self.buffers = Buffers(model, turns.workers)
+        self.engine, self.passes, self.phases = engine, passes, phases
+        self.buffers = Buffers(model, passes.workers)
         self.unused: bool | None = unused or None  # None: the first step will tell
         self.order: list[int] = []
         self.in_backward = False
         self.fresh = False
         """Whether means have arrived since `zero_grad`."""
-        self.bypass: Bypass | None = None
-        self.carried: Carried | None = None
+        self.late_changes: LateChanges | None = None
+        self.between_passes: BetweenPasses | None = None
         self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
         self.defers = defers
-        self.deferred = Deferred(engine, watch)
-        self.lessons = Lessons(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
-        self.guard = engine.guard = Guard(
-            self.names, self.params, lossless=engine.compression.lossless and not turns.sums
+        self.deferred = Deferred(engine, phases)
+        self.calibration = (
+            Calibration(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
         )
-        self.seen: Seen | None = None
+        self.status = engine.status = StepStatus(
+            self.names, self.params, lossless=engine.compression.lossless and not passes.sums
+        )
+        self.seen: Measured | None = None
         wanted = any(layer.factors for layer in wrapped(engine.compression))
         self.factors = Factors(model, self.params) if wanted else None
         self._start_out(known)
@@ -87,21 +89,21 @@ class Gradients:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _start_out(self, known: Known | None) -> None:
+    def _start_out(self, known: ResumedLayout | None) -> None:
         """The last parameter first, unless an earlier part of the run has seen more."""
         names: Sequence[str] = list(reversed(self.names))
         seen = None
         if known is not None:
-            names, seen = known.order, known.seen if self.lessons else None
-        if self.lessons and seen is None and (seen := self.lessons.recall()):
+            names, seen = known.order, known.seen if self.calibration else None
+        if self.calibration and seen is None and (seen := self.calibration.recall()):
             names = list(seen.ready_s)
         self.replayed = known is not None or seen is not None
         if seen is not None:
-            self.lessons = None
+            self.calibration = None
         index = {name: i for i, name in enumerate(self.names)}
         self._lay_out([index[name] for name in names], seen)
 
-    def _lay_out(self, order: Sequence[int], seen: Seen | None = None) -> None:
+    def _lay_out(self, order: Sequence[int], seen: Measured | None = None) -> None:
         """Buckets in the order in which backward finishes parameters; one set of memory per carried worker."""
         self.seen = seen
         specs = [Spec(self.names[i], tuple(self.params[i].shape), self.params[i].dtype) for i in order]
@@ -111,8 +113,8 @@ class Gradients:
         self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
         self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
         self.memory = [
-            Memory(self.engine.timetable, self.members, self.params, leads=turn == self.turns.count - 1)
-            for turn in range(self.turns.count)
+            BucketMemory(self.engine.timetable, self.members, self.params, leads=pass_index == self.passes.count - 1)
+            for pass_index in range(self.passes.count)
         ]
 
     def _rearrange(self) -> None:
@@ -121,7 +123,7 @@ class Gradients:
         if order != self.finished:
             self._move(order)
 
-    def _move(self, order: Sequence[int], seen: Seen | None = None) -> None:
+    def _move(self, order: Sequence[int], seen: Measured | None = None) -> None:
         """Lay buckets out anew, between steps, and take gradients along."""
         self._lay_out(order, seen)
         for i, param in enumerate(self.params):
@@ -132,14 +134,14 @@ class Gradients:
     def _fill(self) -> None:
         """Everything that waits goes into its bucket now."""
         for bucket in range(len(self.members)):
-            self.memory[self.turns.turn].fill(bucket)
+            self.memory[self.passes.pass_index].fill(bucket)
 
     def release(self) -> None:
         """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
         self.local = self.fresh = False
         if self.deferred.stepping:
             self.deferred.clear()
-        elif self.turns.turn == 0 and not self.in_backward:
+        elif self.passes.pass_index == 0 and not self.in_backward:
             for memory in self.memory:
                 memory.release()
 
@@ -153,22 +155,22 @@ class Gradients:
 
     def check(self) -> None:
         """Just before an update: refuse values that are not finite."""
-        self.guard.check()
+        self.status.check()
         if not self.deferred.under_way:
-            self.guard.shield([self.memory[-1].contents(bucket) for bucket in range(len(self.members))])
+            self.status.shield([self.memory[-1].contents(bucket) for bucket in range(len(self.members))])
 
     def look_back(self) -> None:
         """Whatever a GPU has found in the last step, before anybody relies on it; all processes call this together."""
-        if self.guard.owes:
-            self.guard.begin(self.turns.step)
-            self.guard.judge(self.engine.transport.tell(self.guard.words()))
-            self.guard.check()
+        if self.status.has_unread:
+            self.status.begin(self.passes.step)
+            self.status.judge(self.engine.transport.tell(self.status.words()))
+            self.status.check()
 
     def compare_steps(self) -> None:
         """A pass over data is over, in all processes, after the same number of steps; they call this together."""
         self.flush()
-        words = self.guard.last_words(self.turns.step)
-        self.guard.judge(self.engine.transport.tell_later(lambda: words).heard())
+        words = self.status.last_words(self.passes.step)
+        self.status.judge(self.engine.transport.tell_later(lambda: words).heard())
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -188,22 +190,22 @@ class Gradients:
             self.flush()
             if not self.local:
                 self._check_start(index)
-        if self.turns.accumulating:
-            self.turns.accumulated()
+        if self.passes.accumulating:
+            self.passes.accumulated()
             self.local = True
             return
         if not self.in_backward:
             self._begin()
         self.here.add(index)
-        if self.lessons:
-            self.lessons.arrived(index)
+        if self.calibration:
+            self.calibration.arrived(index)
         self._put(index, grad)
 
     def _check_late(self, index: int, param: Tensor) -> None:
         """A parameter that has a gradient was used. If it is still late, nobody has waited for its update."""
-        if self.carried is not None and self.carried.between:
-            self.carried.next_turn()  # a worker without a batch, which `turns` refuses
-        elif type(param) is Late:
+        if self.between_passes is not None and self.between_passes.between:
+            self.between_passes.next_pass()  # a worker without a batch, which `passes` refuses
+        elif type(param) is LazyParameter:
             raise LoopError(
                 f"{self.names[index]} has a new gradient while its last one is still on its way: backward ran twice "
                 f"before step(), or torch.func did not wait; under {self.engine.schedule.name} put all but the last "
@@ -223,7 +225,7 @@ class Gradients:
 
     def _check_start(self, index: int) -> None:
         """What is left in `.grad` when the first of several carried workers starts would count for that one alone."""
-        if self.turns.count == 1 or self.turns.turn:
+        if self.passes.count == 1 or self.passes.pass_index:
             return
         if any(p.grad is not None and p.grad.any() for i, p in enumerate(self.params) if i != index):
             raise LoopError(
@@ -233,8 +235,8 @@ class Gradients:
 
     def _put(self, index: int, grad: Tensor) -> None:
         """Weigh a gradient into the bucket of the worker whose turn it is."""
-        memory, share = self.memory[self.turns.turn], self.turns.share
-        if self.turns.unstepped and memory.holds(index, grad) and not self.engine.compression.lossless:
+        memory, share = self.memory[self.passes.pass_index], self.passes.share
+        if self.passes.unstepped and memory.holds(index, grad) and not self.engine.compression.lossless:
             raise LoopError(
                 f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
                 "gradient again; put all but the last backward into `with run.accumulate():`"
@@ -242,27 +244,27 @@ class Gradients:
         if self.factors is not None and (found := self.factors.take(index, share)) is not None:
             memory.factors[index] = found
         memory.put(index, grad, share)
-        if not self.turns.last:
+        if not self.passes.last:
             self.params[index].grad = None
         if share > 0.0:
-            self.turns.used.add(index)
+            self.passes.used.add(index)
         self._count(index)
 
     def _begin(self) -> None:
         """The first gradient of a backward: the exchange starts with the last carried worker's turn."""
-        self.turns.begin_backward()
+        self.passes.begin_backward()
         if self.local:
-            self.turns.accumulated()
-        if self.bypass is not None:
-            self.bypass.check_parameters()
-            self.bypass.check_hooks()
-            self.bypass.in_backward = True
+            self.passes.accumulated()
+        if self.late_changes is not None:
+            self.late_changes.check_parameters()
+            self.late_changes.check_hooks()
+            self.late_changes.in_backward = True
         self.in_backward = True
         self.here: set[int] = set()
         self.missing = [len(members) for members in self.members]
-        if self.turns.last:
-            self.engine.begin(self.memory, self.turns.step)
-            self.guard.batches = self.turns.fingerprint
+        if self.passes.last:
+            self.engine.begin(self.memory, self.passes.step)
+            self.status.batches = self.passes.fingerprint
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _count(self, index: int) -> None:
@@ -272,25 +274,25 @@ class Gradients:
         if self.missing[bucket] > 0:
             return
         if self.engine.stream is None:
-            self.memory[self.turns.turn].fill(bucket)
-        if self.turns.last:
+            self.memory[self.passes.pass_index].fill(bucket)
+        if self.passes.last:
             self.engine.ready(bucket)
 
     def _ended(self) -> None:
         """The end of a backward: what got no gradient adds nothing; on the last turn, wait for the means."""
         self.in_backward = False
-        if self.bypass is not None:
-            self.bypass.in_backward = False
+        if self.late_changes is not None:
+            self.late_changes.in_backward = False
         self.local = False
-        self.watch.backward_ended()
+        self.phases.backward_ended()
         for i in range(len(self.params)):
             if i not in self.here:
                 self._stay(i)
-        self.buffers.turn_ended(self.turns)
-        if not self.turns.last:
+        self.buffers.pass_ended(self.passes)
+        if not self.passes.last:
             self._fill()
         else:
-            defer = self.defers and self.unused is False and self.lessons is None and not compiled()
+            defer = self.defers and self.unused is False and self.calibration is None and not compiled()
             if not defer:
                 self.engine.finish()
             self.engine.spread(self.buffers.tensors)
@@ -301,15 +303,15 @@ class Gradients:
             else:
                 self._settle()
             if not defer:
-                self.guard.mark()
+                self.status.mark()
             self.order = []
-            self.turns.used = set()
-            self.turns.exchanged()
+            self.passes.used = set()
+            self.passes.exchanged()
             self.fresh = True
-        self.watch.exchange_ended()
-        if self.carried is not None and not self.turns.last:
-            self.carried.turn_ended()
-        self.turns.next()
+        self.phases.exchange_ended()
+        if self.between_passes is not None and not self.passes.last:
+            self.between_passes.pass_ended()
+        self.passes.next()
 
     def _stay(self, index: int) -> None:
         """A parameter that this backward did not reach keeps what it has had since zero_grad, or adds nothing."""
@@ -318,27 +320,27 @@ class Gradients:
             self._put(index, grad)
         elif self.unused is False:
             raise LoopError(
-                f"{self.names[index]} had no gradient at step {self.turns.step + 1}, though all had one at first; "
+                f"{self.names[index]} had no gradient at step {self.passes.step + 1}, though all had one at first; "
                 "pass unused=True to run.distribute() where parameters come and go"
             )
         else:
-            self.memory[self.turns.turn].zero(index)
+            self.memory[self.passes.pass_index].zero(index)
             self._count(index)
 
     def _settle(self) -> None:
         """`.grad` as one process would have it: the mean, or None for what nobody used."""
         if self.unused is not False:
-            rows = self.engine.transport.tell([int(i in self.turns.used) for i in range(len(self.params))])
+            rows = self.engine.transport.tell([int(i in self.passes.used) for i in range(len(self.params))])
             used = [any(flags) for flags in zip(*rows, strict=True)]
             if self.unused is None:
                 self.unused = not all(used)
             for i, param in enumerate(self.params):
                 param.grad = self.memory[-1].view(i) if used[i] else None
-        if self.turns.step == 0 and len(self.members) > 1 and not self.replayed:
+        if self.passes.step == 0 and len(self.members) > 1 and not self.replayed:
             self._rearrange()
-        if self.lessons and self.lessons.step_ended():
-            seen = self.lessons.learn(self.finished, self.engine.device)
-            self.lessons = None
+        if self.calibration and self.calibration.step_ended():
+            seen = self.calibration.learn(self.finished, self.engine.device)
+            self.calibration = None
             self._move(self.finished, seen)
 
     def _check_frozen(self) -> None:

@@ -43,20 +43,20 @@ class Apart(Served):
 
     def _step(self) -> None:
         """Accrue and move; push and fetch where that is due."""
-        due = {exchange.what for exchange in self.optimization.due(self.turns.step)}
+        due = {exchange.what for exchange in self.optimization.due(self.passes.step)}
         self._numbers = self._hyper()
         self._accrue(move="model" not in due)
         self.came, self._moved, self.leaving = set(), True, self.asked
         if "gradient" in due:
-            self._push(self.turns.step)
+            self._push(self.passes.step)
         if "model" in due:
             self._fetch_model()
 
     def _accrue(self, *, move: bool) -> None:
         """Who has no batch has no gradient; a copy that is about to be replaced need not move."""
         grads = self._own_gradients()
-        self._shares.append(self.turns.share)
-        if not self.turns.share:
+        self._shares.append(self.passes.share)
+        if not self.passes.share:
             return
         for name, grad in grads.items():
             if name in self._accrued:
@@ -82,26 +82,26 @@ class Apart(Served):
 
     def _push(self, step: int) -> None:
         """What was accrued goes to the servers, in memory that nobody here touches again."""
-        self.asking.pushed(self.timeout_s)  # word of a push must not overtake the push before it
+        self.client.pushed(self.timeout_s)  # word of a push must not overtake the push before it
         for name, total in self._accrued.items():
             self._check(name, total)
         share = sum(self._shares) / len(self._shares)
-        kept = self.buffers if self.turns.rank == 0 and self._accrued else ()
-        self.asking.begin(step, share, self._numbers, kept)
+        kept = self.buffers if self.passes.rank == 0 and self._accrued else ()
+        self.client.begin(step, share, self._numbers, kept)
         for name in reversed(self.named):  # as backward finishes them
-            self.asking.push(name, self._accrued[name].mul_(share) if name in self._accrued else None, step)
+            self.client.push(name, self._accrued[name].mul_(share) if name in self._accrued else None, step)
         self._accrued, self._shares = {}, []
 
     def _fetch_model(self) -> None:
         """The servers' model takes the copy's place; what worker 0 has made of buffers stays until it has pushed."""
-        self._bring(() if self.turns.rank == 0 and self._accrued else self.buffers)
+        self._bring(() if self.passes.rank == 0 and self._accrued else self.buffers)
         self._moved = False
 
     def meet(self) -> None:
         """The servers get what was accrued, with the last step's numbers, and this worker has their model."""
         self.flush()
         if self._accrued:
-            self._push(self.turns.step - 1)
+            self._push(self.passes.step - 1)
         elif not self._moved:
             return
         self._fetch_model()

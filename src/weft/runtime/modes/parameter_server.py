@@ -16,15 +16,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from weft.errors import LoopError, UserError
 from weft.runtime.checks.step_status import check_finite
 from weft.runtime.engine.buckets import LOOKED_AT, weigh
-from weft.runtime.engine.lazy_parameter import Late, arrive, delay
+from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
 from weft.runtime.launch.world import World
-from weft.runtime.loop.logical_workers import Slots, Turns
-from weft.runtime.loop.server_owned import Unchanged
-from weft.runtime.record.events import Watch
+from weft.runtime.loop.logical_workers import BufferSlots, Passes
+from weft.runtime.loop.server_owned import ServerOwned
+from weft.runtime.record.events import PhaseTimer
 from weft.runtime.server.bundle_state import hyper
-from weft.runtime.server.client import Pulled, Servers
-from weft.runtime.server.gpu_client import Landing, Pinned
-from weft.runtime.server.prefetch import Eager
+from weft.runtime.server.client import PulledModel, ServerClient
+from weft.runtime.server.gpu_client import GpuPull, GpuServerClient
+from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import reach, refuse
 from weft.runtime.server.protocol import Hyper
 from weft.strategy import Strategy
@@ -42,8 +42,8 @@ class Served:
         optimizer: Optimizer,
         *,
         strategy: Strategy,
-        turns: Turns,
-        watch: Watch,
+        passes: Passes,
+        phases: PhaseTimer,
         world: World,
         seed: int,
         timeout_s: float,
@@ -51,7 +51,7 @@ class Served:
         defers: bool,
     ) -> None:
         refuse(model, optimizer, world)
-        self.optimizer, self.turns, self.watch, self.timeout_s = optimizer, turns, watch, timeout_s
+        self.optimizer, self.passes, self.phases, self.timeout_s = optimizer, passes, phases, timeout_s
         self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
         self.unused, self.asked, self.lossless = unused, False, strategy.compression.lossless
         self.leaving = False
@@ -60,29 +60,29 @@ class Served:
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
         self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.unchanged = Unchanged(model, self.named, optimizer)
-        self._slots = Slots(model, turns.workers)
-        self.asking: Servers | Pinned = reach(
-            model, optimizer, strategy=strategy, world=world, rank=turns.rank, seed=seed, timeout_s=timeout_s
+        self.unchanged = ServerOwned(model, self.named, optimizer)
+        self._slots = BufferSlots(model, passes.workers)
+        self.client: ServerClient | GpuServerClient = reach(
+            model, optimizer, strategy=strategy, world=world, rank=passes.rank, seed=seed, timeout_s=timeout_s
         )
         eager = self.synchrony.eager
-        self.eager = Eager(self.asking, self.synchrony, self.flat, self._slots, timeout_s) if eager else None
+        self.eager = Prefetcher(self.client, self.synchrony, self.flat, self._slots, timeout_s) if eager else None
         if next(iter(self.flat.values())).is_cuda:
             if eager:
                 raise UserError("servers that send by themselves do not reach GPUs yet; use ssp, or --device cpu")
-            self.asking = Pinned(self.asking, self.flat, self.buffers, timeout_s)
-        at, self.running = self.asking.join(timeout_s)
+            self.client = GpuServerClient(self.client, self.flat, self.buffers, timeout_s)
+        at, self.running = self.client.join(timeout_s)
         if self.running:  # this worker was lost, and is back: it goes on where it was
-            turns.step = max(turns.step, at)
-        self._apart = len(strategy.topology.teams(world.workers)) or world.workers
+            passes.step = max(passes.step, at)
+        self._apart = len(strategy.topology.worker_groups(world.workers)) or world.workers
         """How many go at a pace of their own."""
         self.started = False
         self.came: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
-        early = self.overlaps and self.synchrony.everyone
-        self._coming = self.asking.room(self.flat) if early else None
+        early = self.overlaps and self.synchrony.lockstep
+        self._coming = self.client.room(self.flat) if early else None
         """The next step's parameters, while backward still needs this one's."""
-        self._pulled: Pulled | Landing | None = None
+        self._pulled: PulledModel | GpuPull | None = None
         self._cleared = True
         self._numbers: Hyper = []
         self.local = False  # gradients from `accumulate` are waiting
@@ -94,10 +94,10 @@ class Served:
 
     def start(self) -> None:
         """Worker 0 brings what training starts from, everyone gets it, and backward is listened to."""
-        if self.turns.rank == 0 and not self.running:
+        if self.passes.rank == 0 and not self.running:
             known = {name: self.optimizer.state.get(p, {}) for name, p in self.named.items()}
-            self.asking.start(self.flat, known, self.buffers, self.timeout_s)
-        self.asking.pull(self.flat, self.buffers).wait(self.timeout_s)
+            self.client.start(self.flat, known, self.buffers, self.timeout_s)
+        self.client.pull(self.flat, self.buffers).wait(self.timeout_s)
         if self.eager is not None:
             self.eager.start()
         self.unchanged.watch()
@@ -110,8 +110,8 @@ class Served:
     def _arrived(self, name: str, param: Tensor) -> None:
         grad = param.grad
         assert grad is not None
-        if self.turns.accumulating:
-            self.turns.accumulated()
+        if self.passes.accumulating:
+            self.passes.accumulated()
             self.local = True
             return
         if name in self.came:
@@ -129,9 +129,9 @@ class Served:
     def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
         """A gradient is there: it leaves, now or in `step`."""
         flat = self._weighed(name, grad)
-        given = flat if self.turns.share > 0 or not self.lossless else None  # who has no batch has no gradient
+        given = flat if self.passes.share > 0 or not self.lossless else None  # who has no batch has no gradient
         if self.overlaps:
-            self.asking.push(name, given, self.turns.step, self._coming)
+            self.client.push(name, given, self.passes.step, self._coming)
         else:
             self._held[name] = given
         param.grad = Away.of(grad)
@@ -140,25 +140,25 @@ class Served:
         """A gradient times this worker's share, flat, and looked at; where that can be, in one pass over memory."""
         if grad.is_sparse or grad.is_cuda or grad.dtype not in LOOKED_AT:
             self._check(name, grad)
-            return grad.resolve_conj().reshape(-1).mul_(self.turns.share)
+            return grad.resolve_conj().reshape(-1).mul_(self.passes.share)
         flat = grad.reshape(-1)
-        if not weigh(flat, self.turns.share):
-            check_finite(name, flat, self.turns.step)
+        if not weigh(flat, self.passes.share):
+            check_finite(name, flat, self.passes.step)
         return flat
 
     def _check(self, name: str, grad: Tensor) -> None:
         if grad.is_sparse:
-            raise LoopError(f"the gradient of {name} is sparse at step {self.turns.step + 1}; servers cannot use that")
+            raise LoopError(f"the gradient of {name} is sparse at step {self.passes.step + 1}; servers cannot use that")
         if not grad.is_cuda:  # a GPU would be held up; its gradients are looked at on the host
-            check_finite(name, grad, self.turns.step)
+            check_finite(name, grad, self.passes.step)
 
     def _begin(self) -> None:
         """The first gradient of a backward."""
         if not self._cleared:
             raise _uncleared()
-        self.turns.begin_backward()
+        self.passes.begin_backward()
         if self.local:
-            self.turns.accumulated()
+            self.passes.accumulated()
             self.local = False
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
         self.flush()
@@ -168,13 +168,13 @@ class Served:
     def _announce(self) -> None:
         """The servers learn what this step's gradients are to be used with."""
         self._numbers = self._hyper()
-        kept = self.buffers if self.turns.rank == 0 and self.turns.share > 0 else ()
+        kept = self.buffers if self.passes.rank == 0 and self.passes.share > 0 else ()
         if self.eager is not None:
-            began = self.watch.clock.stamp()
+            began = self.phases.clock.stamp()
             self.eager.begin(kept)
-            self.watch.held_up(began)
-        leave = self.asked and self.synchrony.everyone
-        self.asking.begin(self.turns.step, self.turns.share, self._numbers, kept, leave=leave)
+            self.phases.held_up(began)
+        leave = self.asked and self.synchrony.lockstep
+        self.client.begin(self.passes.step, self.passes.share, self._numbers, kept, leave=leave)
 
     def _hyper(self) -> Hyper:
         """The optimizer's numbers, as the synchrony wants them."""
@@ -185,8 +185,8 @@ class Served:
         return numbers
 
     def _ended(self) -> None:
-        self.turns.next()
-        self.watch.backward_ended()
+        self.passes.next()
+        self.phases.backward_ended()
 
     # --- step -------------------------------------------------------------------------------------------------------
 
@@ -197,9 +197,9 @@ class Served:
             hook(optimizer, (), {})
         self.unchanged.check()
         self._step()
-        if self.unchanged.due(self.turns.step):
+        if self.unchanged.due(self.passes.step):
             self.flush()
-        self.unchanged.hash(self.turns.step)
+        self.unchanged.hash(self.passes.step)
         for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
             hook(optimizer, (), {})
 
@@ -211,11 +211,11 @@ class Served:
                 self._take(name, p, p.grad)
             elif name not in self.came:
                 self._absent(name)
-                self.asking.push(name, None, self.turns.step, self._coming)
+                self.client.push(name, None, self.passes.step, self._coming)
         for name, grad in self._held.items():
-            self.asking.push(name, grad, self.turns.step)
+            self.client.push(name, grad, self.passes.step)
         if self._held:
-            self.asking.pushed(self.timeout_s)  # nothing overlaps
+            self.client.pushed(self.timeout_s)  # nothing overlaps
         self._held = {}
         if self._numbers != self._hyper():
             raise LoopError(
@@ -241,7 +241,7 @@ class Served:
 
     def _bring(self, buffers: Sequence[Tensor]) -> None:
         """Ask for the model, and wait for it; or have whoever touches a parameter wait."""
-        self._pulled = self.asking.pull(self.flat, buffers)
+        self._pulled = self.client.pull(self.flat, buffers)
         if not self.defers:
             self.flush()
             return
@@ -250,7 +250,7 @@ class Served:
         for p in self.named.values():
             if id(p) in self._stepped:
                 p.grad = None
-            delay(p, self._touched)
+            make_lazy(p, self._touched)
 
     def clear(self) -> bool:
         """zero_grad(): returns whether that is done already, without touching what is still to come."""
@@ -260,18 +260,18 @@ class Served:
     def _absent(self, name: str) -> None:
         if not self.unused:
             raise LoopError(
-                f"{name} had no gradient at step {self.turns.step + 1}; if parameters come and go, say "
+                f"{name} had no gradient at step {self.passes.step + 1}; if parameters come and go, say "
                 "run.distribute(..., unused=True)"
             )
 
-    def _touched(self, param: Late) -> None:
+    def _touched(self, param: LazyParameter) -> None:
         assert self._pulled is not None
-        began = self.watch.clock.stamp()
+        began = self.phases.clock.stamp()
         if self._enter(self._name_of[id(param)], self._pulled):
-            self.watch.held_up(began)
-        arrive(param)
+            self.phases.held_up(began)
+        make_ready(param)
 
-    def _enter(self, name: str, pulled: Pulled | Landing) -> bool:
+    def _enter(self, name: str, pulled: PulledModel | GpuPull) -> bool:
         """Wait for a parameter, and put it where it belongs. Returns whether it was not there yet."""
         early = pulled.wait_for(name, self.timeout_s)
         if self._coming is not None:
@@ -284,11 +284,11 @@ class Served:
         if pulled is None:
             return
         for name, p in self.named.items():
-            if not self.defers or type(p) is Late:
+            if not self.defers or type(p) is LazyParameter:
                 self._enter(name, pulled)
-                arrive(p)
+                make_ready(p)
         pulled.wait(self.timeout_s)
-        self.leaving = pulled.leaving if self.synchrony.everyone else self.asked
+        self.leaving = pulled.leaving if self.synchrony.lockstep else self.asked
 
     def refresh(self) -> None:
         """Until the whole model is there, with this worker's own updates in it."""
@@ -301,21 +301,21 @@ class Served:
     def fetch(self) -> None:
         """Have the optimizer's state here, as after a step of its own."""
         self.refresh()
-        for name, known in self.asking.fetch(self.timeout_s).items():
+        for name, known in self.client.fetch(self.timeout_s).items():
             if known:
                 self.optimizer.state[self.named[name]] = known
 
     def tell(self, values: Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by worker; this one's for those who are gone."""
-        return [row if row is not None else list(values) for row in self.asking.tell(values, self.timeout_s)]
+        return [row if row is not None else list(values) for row in self.client.tell(values, self.timeout_s)]
 
     def close(self, *, well: bool) -> None:
         self.unchanged.unwatch()
         if well:
             self.flush()
-            self.asking.leave(self.timeout_s)
+            self.client.leave(self.timeout_s)
         else:
-            self.asking.close()
+            self.client.close()
 
 
 class Away(Tensor):

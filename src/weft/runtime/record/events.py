@@ -36,27 +36,27 @@ _FLUSH_S = 1.0
 _TRACED_STEPS = 30
 
 
-class Exchange(Protocol):
+class SpanSource(Protocol):
     """Whoever knows when gradients were on the wire."""
 
     @property
     def spans(self) -> Spans: ...
 
 
-class Sender(Protocol):
+class ByteCounter(Protocol):
     """Whoever puts gradients on the wire."""
 
     @property
     def sent_bytes(self) -> float: ...
 
 
-class Watch:
+class PhaseTimer:
     """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
 
     def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
         self.clock, self.recorder = clock, recorder
-        self.engine: Exchange | None = None
-        self.sender: Sender | None = None
+        self.engine: SpanSource | None = None
+        self.sender: ByteCounter | None = None
         self.values: Values = {}
         self._handed_over = False
         self.waited: list[tuple[Stamp, Stamp]] = []

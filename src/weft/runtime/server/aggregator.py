@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from weft.errors import WeftError
-from weft.runtime.server.client import Servers
+from weft.runtime.server.client import ServerClient
 from weft.runtime.server.protocol import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PUSH, WHO, Hyper, Verb
 from weft.runtime.server.rounds import Contribution, mean
 from weft.runtime.server.service import Loss
-from weft.runtime.server.statistics import Tally
+from weft.runtime.server.statistics import Statistics
 from weft.threads import start_serial_thread
 from weft.topology._shards import Bundle
 from weft.transport.mesh import raw
@@ -65,7 +65,7 @@ class _Came:
     of: int | Request
 
 
-class Proxy:
+class Aggregator:
     """Serves a group of `workers` until they have left; `model` is memory for all parameters, flat, by name."""
 
     def __init__(
@@ -73,17 +73,17 @@ class Proxy:
         address: tuple[str, int],
         key: Key,
         *,
-        upstream: Servers,
+        upstream: ServerClient,
         model: dict[str, Tensor],
         buffers: Sequence[Tensor],
         workers: int,
         encrypted: bool = False,
-        even_here: bool = True,
+        encrypt_loopback: bool = True,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self.upstream, self.model, self.buffers, self.workers, self._lost = upstream, model, buffers, workers, lost
-        self.tally = Tally(workers)
-        self.bundles = [_Passing(_parts(way.bundle, model)) for way in upstream.ways]
+        self.statistics = Statistics(workers)
+        self.bundles = [_Passing(_parts(route.bundle, model)) for route in upstream.routes]
         self._kept = _Passing(buffers)
         self._begun: dict[int, _Word] = {}
         self._present: dict[bytes, int] = {}
@@ -99,8 +99,8 @@ class Proxy:
             key,
             self._inbox.put,
             encrypted=encrypted,
-            even_here=even_here,
-            most_bytes=3 * most,
+            encrypt_loopback=encrypt_loopback,
+            max_frame_bytes=3 * most,
             left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
         )
         self.address = self._server.address
@@ -135,7 +135,7 @@ class Proxy:
         if self.buffers:
             self.upstream.ask_for_buffers(self.buffers, self._when(BUFFERS))
         while (each := self._inbox.get()) is not None:
-            self.tally.depths[self._inbox.qsize()] += 1
+            self.statistics.depths[self._inbox.qsize()] += 1
             match each:
                 case _Came(reply, Request() as asked):
                     self._pass_back(reply, asked)
@@ -160,7 +160,7 @@ class Proxy:
         match request.verb:
             case Verb.PUSH:
                 worker, number, _, _ = PUSH.unpack(head)
-                self.tally.received_bytes += sum(len(part) for part in parts)
+                self.statistics.received_bytes += sum(len(part) for part in parts)
                 request.keeps = True
                 self._bundle(number).pushed[self._known(worker, request)] = request
                 request.reply(priority=AT_ONCE)
@@ -265,9 +265,9 @@ class Proxy:
                 values = [raw(part) for part in passing.parts]
                 head = [memoryview(passing.about)] if passing is not self._kept else []
                 request.reply([*head, *values], priority=urgency)
-                self.tally.sent_bytes += sum(len(part) for part in values)
+                self.statistics.sent_bytes += sum(len(part) for part in values)
                 if head:
-                    self.tally.answered(worker, steps, time.monotonic() - since, by)
+                    self.statistics.answered(worker, steps, time.monotonic() - since, by)
 
     def _pass_back(self, reply: Pending, asked: Request) -> None:
         try:

@@ -20,7 +20,7 @@ from weft.runtime.server.protocol import Hyper
 
 
 @dataclass(frozen=True)
-class Kept:
+class BundleState:
     """A bundle as a server keeps it: tensors, what each is to a compressor, and what steps them in place."""
 
     specs: Sequence[Spec]

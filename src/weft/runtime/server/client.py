@@ -17,7 +17,7 @@ from weft.errors import LoopError
 from weft.ops import Spec
 from weft.runtime.checks.step_status import finite
 from weft.runtime.record.clock import Spans
-from weft.runtime.server.compressed_push import said
+from weft.runtime.server.compressed_push import encode_push
 from weft.runtime.server.protocol import (
     AT_ONCE,
     BEGIN,
@@ -43,7 +43,7 @@ _LOOK_S = 0.5
 
 
 @dataclass
-class Way:
+class BundleRoute:
     """A bundle on its way, between this worker and the server that keeps it."""
 
     server: int
@@ -70,7 +70,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PulledModel:
     """The model on its way: for each parameter what must have come before it is there."""
 
     replies: Mapping[str, Sequence[Pending]]
@@ -112,7 +112,7 @@ def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> boo
     return early
 
 
-class Servers:
+class ServerClient:
     """All servers of a run, asked by one worker. `bundles` says, server by server, what it keeps.
 
     `urgent`: what the next forward needs first goes first, both ways. `near` is the server on this worker's own host,
@@ -136,15 +136,15 @@ class Servers:
         self.rank = worker if rank is None else rank
         self.compression, self.seed, self.urgent, self.near = compression, seed, urgent, near
         places = itertools.count()
-        self.ways = [
-            Way(server, number, bundle, next(places))
+        self.routes = [
+            BundleRoute(server, number, bundle, next(places))
             for server, each in enumerate(bundles)
             for number, bundle in enumerate(each)
         ]
-        self._of: dict[str, list[Way]] = {}
-        for way in self.ways:
-            for part in way.bundle:
-                self._of.setdefault(part.name, []).append(way)
+        self._of: dict[str, list[BundleRoute]] = {}
+        for route in self.routes:
+            for part in route.bundle:
+                self._of.setdefault(part.name, []).append(route)
         self._model: Mapping[str, Tensor] = {}
         self._grads: dict[str, Tensor | None] = {}
         self._order: dict[str, int] = {}
@@ -178,23 +178,24 @@ class Servers:
         if buffers:
             blob = memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))
             asked.append(self.clients[0].ask(Verb.SET, [memoryview(BUNDLE.pack(BUFFERS)), blob], once=True))
-        for way in self.ways:
-            values = [model[part.name][part.start : part.stop] for part in way.bundle]
-            known = [cut_state(state.get(part.name, {}), part, self.specs[part.name]) for part in way.bundle]
-            head = memoryview(BUNDLE.pack(way.number))
+        for route in self.routes:
+            values = [model[part.name][part.start : part.stop] for part in route.bundle]
+            known = [cut_state(state.get(part.name, {}), part, self.specs[part.name]) for part in route.bundle]
+            head = memoryview(BUNDLE.pack(route.number))
             parts = [head, *packed_state((values, known))]
-            asked.append(self.clients[way.server].ask(Verb.SET, parts, once=True))
+            asked.append(self.clients[route.server].ask(Verb.SET, parts, once=True))
         for each in asked:
             each.wait(timeout_s)
 
     def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
         """What the servers' optimizers remember, by parameter."""
         asked = [
-            (way, self.clients[way.server].ask(Verb.FETCH, [memoryview(BUNDLE.pack(way.number))])) for way in self.ways
+            (route, self.clients[route.server].ask(Verb.FETCH, [memoryview(BUNDLE.pack(route.number))]))
+            for route in self.routes
         ]
         pieces: dict[str, list[tuple[Range, dict[str, Any]]]] = {}
-        for way, each in asked:
-            for part, known in zip(way.bundle, unpacked_state(each.wait(timeout_s)), strict=True):
+        for route, each in asked:
+            for part, known in zip(route.bundle, unpacked_state(each.wait(timeout_s)), strict=True):
                 pieces.setdefault(part.name, []).append((part, known))
         return {name: joined_state(each, self.specs[name]) for name, each in pieces.items()}
 
@@ -231,35 +232,35 @@ class Servers:
         """
         self._grads[name] = grad
         self._order.setdefault(name, len(self._order))
-        for way in self._of[name]:
-            way.came.add(name)
-            if len(way.came) == len({part.name for part in way.bundle}):
-                way.came.clear()
-                self._send(way, step)
+        for route in self._of[name]:
+            route.came.add(name)
+            if len(route.came) == len({part.name for part in route.bundle}):
+                route.came.clear()
+                self._send(route, step)
                 if into is not None:
-                    self._ask_for(way, into)
-                    way.asked = True
+                    self._ask_for(route, into)
+                    route.asked = True
 
-    def _send(self, way: Way, step: int) -> None:
+    def _send(self, route: BundleRoute, step: int) -> None:
         words: list[memoryview] = []
-        for part in way.bundle:
+        for part in route.bundle:
             grad = self._grads[part.name]
             if grad is not None:
                 words += map(raw, self._words(part, grad[part.start : part.stop], step))
             elif self.compression.lossless:
                 words.append(memoryview(b""))
-        self._push(way, words, step)
+        self._push(route, words, step)
 
-    def _push(self, way: Way, words: Sequence[memoryview], step: int) -> None:
-        head = memoryview(PUSH.pack(self.worker, way.number, step, way.version))
-        client, began, spans = self.clients[way.server], time.perf_counter(), self.spans
+    def _push(self, route: BundleRoute, words: Sequence[memoryview], step: int) -> None:
+        head = memoryview(PUSH.pack(self.worker, route.number, step, route.version))
+        client, began, spans = self.clients[route.server], time.perf_counter(), self.spans
 
         def there(_: Pending) -> None:
-            way.there = time.perf_counter()
-            spans.wire.append((way.place, began, way.there))
+            route.there = time.perf_counter()
+            spans.wire.append((route.place, began, route.there))
 
-        self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(way), then=there))
-        if way.server != self.near:
+        self._pushed.append(client.ask(Verb.PUSH, [head, *words], once=True, priority=self._urgency(route), then=there))
+        if route.server != self.near:
             self.sent_bytes += sum(len(word) for word in words)
 
     def forward(
@@ -272,15 +273,15 @@ class Servers:
     ) -> None:
         """Send a bundle's gradients as they are, and have what they become brought there; numbers go on from server to
         server."""
-        way = self.ways[number]
-        for part in way.bundle:
+        route = self.routes[number]
+        for part in route.bundle:
             self._order.setdefault(part.name, len(self._order))
-        self._push(way, [memoryview(b"") if grad is None else raw(grad) for grad in sums], step)
+        self._push(route, [memoryview(b"") if grad is None else raw(grad) for grad in sums], step)
         self.ask_for(number, into, then)
 
     def ask_for(self, number: int, into: Mapping[str, Tensor], then: Callable[[Pending], None]) -> None:
         """Have one bundle brought there, as it is after this step."""
-        self._ask_for(self.ways[number], into, then)
+        self._ask_for(self.routes[number], into, then)
 
     def relay(
         self, verb: Verb, number: int | None, parts: Sequence[memoryview], then: Callable[[Pending], None]
@@ -288,8 +289,8 @@ class Servers:
         """Ask for somebody else: about a bundle, or None: whatever the first server is asked."""
         client = self.clients[0]
         if number is not None and number != BUFFERS:
-            way = self.ways[number]
-            client, parts = self.clients[way.server], [memoryview(BUNDLE.pack(way.number)), *parts[1:]]
+            route = self.routes[number]
+            client, parts = self.clients[route.server], [memoryview(BUNDLE.pack(route.number)), *parts[1:]]
         client.ask(verb, parts, once=verb is not Verb.FETCH, then=then)
 
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
@@ -299,7 +300,7 @@ class Servers:
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
         value = self._model[part.name][part.start : part.stop]
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
-        words = said(self.compression, piece, self.state, ctx)
+        words = encode_push(self.compression, piece, self.state, ctx)
         if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
             for kept in self.state.get(piece.spec.name, {}).values():
                 kept.nan_to_num_(0.0, 0.0, 0.0)
@@ -309,9 +310,9 @@ class Servers:
             )
         return words
 
-    def _urgency(self, way: Way) -> int:
+    def _urgency(self, route: BundleRoute) -> int:
         """Lower goes first: what backward finishes last."""
-        return -max(self._order.get(part.name, 0) for part in way.bundle) if self.urgent else 0
+        return -max(self._order.get(part.name, 0) for part in route.bundle) if self.urgent else 0
 
     def begin(
         self,
@@ -338,17 +339,19 @@ class Servers:
         for each in self._pushed:
             each.wait(timeout_s)
 
-    def _ask_for(self, way: Way, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None) -> None:
-        way.about = bytearray(PULLED.size)
-        room = [memoryview(way.about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
-        head = memoryview(PULL.pack(self.worker, way.number, self.steps, self._urgency(way)))
+    def _ask_for(
+        self, route: BundleRoute, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None
+    ) -> None:
+        route.about = bytearray(PULLED.size)
+        room = [memoryview(route.about), *(raw(into[part.name][part.start : part.stop]) for part in route.bundle)]
+        head = memoryview(PULL.pack(self.worker, route.number, self.steps, self._urgency(route)))
         began, spans = time.perf_counter(), self.spans
 
         def back(_: Pending) -> None:
-            spans.wire.append((way.place, max(began, way.there), time.perf_counter()))
+            spans.wire.append((route.place, max(began, route.there), time.perf_counter()))
 
-        asked = self.clients[way.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then or back)
-        for name in {part.name for part in way.bundle} if then is None else ():
+        asked = self.clients[route.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then or back)
+        for name in {part.name for part in route.bundle} if then is None else ():
             self._replies.setdefault(name, []).append(asked)
 
     def ask_for_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
@@ -357,25 +360,27 @@ class Servers:
         into = [raw(buffer) for buffer in buffers]
         return self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE, then=then)
 
-    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pulled:
+    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> PulledModel:
         """Ask for what was not asked for yet: it comes into the memory of these flat tensors once this worker may go
         on."""
         self._model = model
-        for way in self.ways:
-            if not way.asked:
-                self._ask_for(way, model)
-            way.asked = False
+        for route in self.routes:
+            if not route.asked:
+                self._ask_for(route, model)
+            route.asked = False
         waits = self.ask_for_buffers(buffers) if buffers else None
-        pulled, self._replies = Pulled(self._replies, self.ways[0].about, waits, self.clients), {}
+        pulled, self._replies = PulledModel(self._replies, self.routes[0].about, waits, self.clients), {}
         return pulled
 
-    def watch(self, way: Way, about: bytearray, into: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Pending:
+    def watch(
+        self, route: BundleRoute, about: bytearray, into: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()
+    ) -> Pending:
         """A standing request for what comes after what this worker has of a bundle. Buffers come with the first."""
-        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in way.bundle)]
-        if way is self.ways[0]:
+        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in route.bundle)]
+        if route is self.routes[0]:
             room += map(raw, buffers)
-        head = memoryview(WATCH.pack(self.worker, way.number, way.slowest, self._urgency(way)))
-        return self.clients[way.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
+        head = memoryview(WATCH.pack(self.worker, route.number, route.slowest, self._urgency(route)))
+        return self.clients[route.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
 
 
 # --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------

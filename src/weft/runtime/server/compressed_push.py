@@ -20,7 +20,7 @@ from weft.ops import All, Collective, Flow, Payload, Scatter, Sum
 from weft.runtime.checks.step_status import finite
 
 
-def said(compression: Compressor, piece: Piece, state: State, ctx: Context) -> list[Tensor]:
+def encode_push(compression: Compressor, piece: Piece, state: State, ctx: Context) -> list[Tensor]:
     """What a worker says to everyone about one gradient; `piece.mean` becomes what that comes to.
 
     Raises LoopError where what a finite gradient comes to is not finite; nothing of that stays in `state`.
@@ -43,7 +43,7 @@ def said(compression: Compressor, piece: Piece, state: State, ctx: Context) -> l
     return words
 
 
-def heard(compression: Compressor, words: Iterable[memoryview], piece: Piece, ctx: Context) -> None:
+def decode_push(compression: Compressor, words: Iterable[memoryview], piece: Piece, ctx: Context) -> None:
     """Make `piece.mean` of what a worker said: the bytes of its tensors, in the order in which it said them.
 
     Raises PayloadError for words that its compressor cannot have said; `piece.mean` is then of no use.

@@ -18,17 +18,17 @@ from torch import Tensor
 from weft.compression import State
 from weft.runtime.checks.step_status import check_finite
 from weft.runtime.record.clock import Spans
-from weft.runtime.server.client import Pulled, Servers
+from weft.runtime.server.client import PulledModel, ServerClient
 from weft.runtime.server.protocol import Hyper
 from weft.threads import start_serial_thread
 
 
 @dataclass
-class Landing:
+class GpuPull:
     """The model on its way, into pinned memory and on to the GPU, once: what has landed may have gone on since."""
 
-    pulled: Pulled
-    owner: Pinned
+    pulled: PulledModel
+    owner: GpuServerClient
     buffers: Sequence[Tensor]
 
     def __post_init__(self) -> None:
@@ -61,11 +61,11 @@ class Landing:
         return self.pulled.leaving
 
 
-class Pinned:
-    """What `Servers` is, for the flat parameters of a model on a GPU."""
+class GpuServerClient:
+    """What `ServerClient` is, for the flat parameters of a model on a GPU."""
 
     def __init__(
-        self, inner: Servers, model: Mapping[str, Tensor], buffers: Sequence[Tensor], timeout_s: float
+        self, inner: ServerClient, model: Mapping[str, Tensor], buffers: Sequence[Tensor], timeout_s: float
     ) -> None:
         self.inner, self._model, self._timeout_s = inner, model, timeout_s
         self._values = {name: _pinned(flat) for name, flat in model.items()}
@@ -151,9 +151,9 @@ class Pinned:
         self._settle()
         self.inner.pushed(timeout_s)
 
-    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> Landing:
+    def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> GpuPull:
         self._settle()
-        return Landing(self.inner.pull(self._values, self._buffers), self, buffers)
+        return GpuPull(self.inner.pull(self._values, self._buffers), self, buffers)
 
     def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
         self._settle()

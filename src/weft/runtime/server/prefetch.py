@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.runtime.loop.logical_workers import Slots
-from weft.runtime.server.client import Servers, Way, wait_for
+from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.server.client import BundleRoute, ServerClient, wait_for
 from weft.runtime.server.protocol import PULLED
 from weft.synchrony import Synchrony, View
 from weft.transport.messaging import Pending
@@ -29,23 +29,23 @@ def may_go_on(synchrony: Synchrony, clock: int, slowest: int) -> bool:
 class _Standing:
     """What was asked for of one bundle, and what its server will say about it."""
 
-    way: Way
+    route: BundleRoute
     about: bytearray
     reply: Pending
 
 
-class Eager:
+class Prefetcher:
     """One worker's standing requests, and the memory that they come to. The tensors of `model` are flat."""
 
     def __init__(
         self,
-        asking: Servers,
+        client: ServerClient,
         synchrony: Synchrony,
         model: Mapping[str, Tensor],
-        slots: Slots,
+        slots: BufferSlots,
         timeout_s: float,
     ) -> None:
-        self.asking, self.synchrony, self.timeout_s = asking, synchrony, timeout_s
+        self.client, self.synchrony, self.timeout_s = client, synchrony, timeout_s
         self.model, self._slots = model, slots
         self._coming = {name: torch.empty_like(flat) for name, flat in model.items()}
         self._coming_buffers = [torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in slots.tensors]
@@ -57,7 +57,7 @@ class Eager:
     def start(self) -> None:
         """The model has been read; from here on what is new comes by itself."""
         self._keep(self._slots.tensors)
-        self._standing = [self._ask(way) for way in self.asking.ways]
+        self._standing = [self._ask(route) for route in self.client.routes]
 
     def begin(self, buffers: Sequence[Tensor]) -> None:
         """A step's gradients will be pushed; by then those of the step before have arrived, and their memory is free.
@@ -65,18 +65,18 @@ class Eager:
         `buffers` are the model's, where they are this worker's.
         """
         self._stepped = False
-        self.asking.pushed(self.timeout_s)
+        self.client.pushed(self.timeout_s)
         if buffers:
             self._keep(buffers)
 
     def step(self) -> None:
         """Take what has come, and wait for what this worker may not go on without."""
         for number, each in enumerate(self._standing):
-            way = each.way
-            while each.reply.done(0.0) or not may_go_on(self.synchrony, self.asking.steps, way.slowest):
-                wait_for(each.reply, self.asking.clients, self.timeout_s)
+            route = each.route
+            while each.reply.done(0.0) or not may_go_on(self.synchrony, self.client.steps, route.slowest):
+                wait_for(each.reply, self.client.clients, self.timeout_s)
                 self._take(each)
-                each = self._standing[number] = self._ask(way)
+                each = self._standing[number] = self._ask(route)
         for buffer, kept in zip(self._slots.tensors, self._kept, strict=True):
             buffer.copy_(kept)
         self._stepped = True
@@ -85,22 +85,22 @@ class Eager:
         """After a step: have the model with this worker's own updates in it."""
         if self._stepped:
             self._stepped = False
-            self.asking.pull(self.model, self._slots.tensors).wait(self.timeout_s)
+            self.client.pull(self.model, self._slots.tensors).wait(self.timeout_s)
             self._keep(self._slots.tensors)
 
-    def _ask(self, way: Way) -> _Standing:
+    def _ask(self, route: BundleRoute) -> _Standing:
         about = bytearray(PULLED.size)
-        return _Standing(way, about, self.asking.watch(way, about, self._coming, self._coming_buffers))
+        return _Standing(route, about, self.client.watch(route, about, self._coming, self._coming_buffers))
 
     def _take(self, came: _Standing) -> None:
-        way = came.way
-        if PULLED.unpack(came.about) <= PULLED.unpack(way.about):  # `refresh` has brought newer values
+        route = came.route
+        if PULLED.unpack(came.about) <= PULLED.unpack(route.about):  # `refresh` has brought newer values
             return
-        for part in way.bundle:
+        for part in route.bundle:
             here = slice(part.start, part.stop)
             self.model[part.name][here].copy_(self._coming[part.name][here])
-        way.about = came.about
-        if way is self.asking.ways[0] and self.asking.worker != 0:
+        route.about = came.about
+        if route is self.client.routes[0] and self.client.worker != 0:
             self._keep(self._coming_buffers)
 
     def _keep(self, buffers: Sequence[Tensor]) -> None:

@@ -30,13 +30,13 @@ from weft.errors import LoopError, PeerLost, UserError
 from weft.numerics import Lamb, Lars
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
-from weft.runtime.launch.process_groups import LEFT
+from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.world import World
 from weft.runtime.record.events import write_json
-from weft.runtime.server.aggregator import Proxy
-from weft.runtime.server.bundle_state import Kept, part_optimizer
-from weft.runtime.server.client import Servers
-from weft.runtime.server.service import Loss, ParameterServer
+from weft.runtime.server.aggregator import Aggregator
+from weft.runtime.server.bundle_state import BundleState, part_optimizer
+from weft.runtime.server.client import ServerClient
+from weft.runtime.server.service import Loss, ShardService
 from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.topology._shards import Bundle, bundles, shards
@@ -45,7 +45,7 @@ from weft.transport.messaging import Client, Key
 log = logging.getLogger(__name__)
 
 _MEET_S = 300.0
-_DESK_RETRY_S = 10.0
+_RENDEZVOUS_RETRY_S = 10.0
 
 _ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 _ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
@@ -91,14 +91,17 @@ def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
 
 def reach(
     model: nn.Module, optimizer: Optimizer, *, strategy: Strategy, world: World, rank: int, seed: int, timeout_s: float
-) -> Servers:
+) -> ServerClient:
     """Whom a worker asks: the servers that keep the model, or the proxy of its group."""
-    topology, bundled = strategy.topology, divided(model, optimizer, strategy, strategy.topology.keepers(world.workers))
-    asked, place, homes = list(range(len(bundled))), rank, topology.homes(world.workers)
-    for number, team in enumerate(topology.teams(world.workers)):
+    topology, bundled = (
+        strategy.topology,
+        divided(model, optimizer, strategy, strategy.topology.num_shards(world.workers)),
+    )
+    asked, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
+    for number, team in enumerate(topology.worker_groups(world.workers)):
         if rank in team:
             asked, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
-    return Servers(
+    return ServerClient(
         place,
         call(asked, f"worker {rank}", model, topology, world, timeout_s),
         bundled,
@@ -106,7 +109,7 @@ def reach(
         strategy.compression,
         seed,
         urgent=strategy.schedule.defers,
-        near=next((number for number, server in enumerate(asked) if homes[server] == rank), None),
+        near=next((number for number, server in enumerate(asked) if server_hosts[server] == rank), None),
         rank=rank,
     )
 
@@ -118,7 +121,9 @@ def call(
     key, encrypted = Key.read(Path(world.key_file)), world.encrypts(topology)
     most = 16 * max(p.numel() * p.element_size() for p in model.parameters()) + (1 << 26)
     return [
-        Client(world.find(server, timeout_s), key, who, encrypted=encrypted, even_here=False, most_bytes=most)
+        Client(
+            world.find(server, timeout_s), key, who, encrypted=encrypted, encrypt_loopback=False, max_frame_bytes=most
+        )
         for server in servers
     ]
 
@@ -144,8 +149,8 @@ class ServerRun:
         keep_memory()
         index = self.world.server
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
-        keeps = index < self.strategy.topology.keepers(self.workers)
-        server = (self._keeper if keeps else self._proxy)(index, model, optimizer, losses.put)
+        keeps = index < self.strategy.topology.num_shards(self.workers)
+        server = (self._shard_server if keeps else self._aggregator)(index, model, optimizer, losses.put)
         asked = _asked_to_leave()
         try:
             with self._announced(index, server) as check_launcher:
@@ -153,71 +158,73 @@ class ServerRun:
                     if not losses.empty():
                         self._lost(losses.get())
                     if asked.is_set() and not server.attended:
-                        raise SystemExit(LEFT)
+                        raise SystemExit(TERMINATED)
                     check_launcher()
-            if isinstance(server, Proxy):
+            if isinstance(server, Aggregator):
                 server.upstream.leave(_MEET_S)
         finally:
             if out := os.environ.get("WEFT_OUT"):
-                write_json(Path(out) / f"server-{index}.json", server.tally.row(index, server.version))
+                write_json(Path(out) / f"server-{index}.json", server.statistics.row(index, server.version))
         server.close()
         raise SystemExit(0)
 
     @contextmanager
-    def _announced(self, index: int, server: ParameterServer | Proxy) -> Iterator[Callable[[], None]]:
+    def _announced(self, index: int, server: ShardService | Aggregator) -> Iterator[Callable[[], None]]:
         """Say where this server listens. Gives a check that fails if the launcher ends before every worker has come."""
         self.world.announce(index, server.address)
-        if not self.world.desk:
+        if not self.world.rendezvous:
             yield lambda: None
             return
-        with self.world.at_desk(_DESK_RETRY_S) as desk:
+        with self.world.at_rendezvous(_RENDEZVOUS_RETRY_S) as rendezvous:
 
             def check() -> None:
                 try:
-                    desk.check()
+                    rendezvous.check()
                 except PeerLost as error:
                     if not server.complete:
                         raise PeerLost(f"the run ended before every worker had come: {error}") from None
 
             yield check
 
-    def _keeper(
+    def _shard_server(
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
-    ) -> ParameterServer:
+    ) -> ShardService:
         """A server that keeps a share of the model."""
         topology = self.strategy.topology
-        mine = divided(model, optimizer, self.strategy, topology.keepers(self.workers))[index]
-        return ParameterServer(
+        mine = divided(model, optimizer, self.strategy, topology.num_shards(self.workers))[index]
+        return ShardService(
             (self.world.address(), 0),
             Key.read(Path(self.world.key_file)),
             synchrony=self.strategy.synchrony,
             compression=self.strategy.compression,
             kept=[keep(bundle, model, optimizer) for bundle in mine],
             workers=self.workers,
-            teams=topology.teams(self.workers),
+            worker_groups=topology.worker_groups(self.workers),
             seed=self.seed,
             encrypted=self.world.encrypts(topology),
-            even_here=False,
+            encrypt_loopback=False,
             buffers=sum(b.numel() * b.element_size() for b in model.buffers()) if index == 0 else 0,
             lost=lost,
         )
 
-    def _proxy(self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]) -> Proxy:
+    def _aggregator(
+        self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
+    ) -> Aggregator:
         """A server that stands between its group and those."""
         topology, strategy = self.strategy.topology, self.strategy
-        keepers = topology.keepers(self.workers)
-        team = topology.teams(self.workers)[index - keepers]
-        upstream = Servers(
-            index - keepers,
-            call(range(keepers), f"the proxy of worker {team[0]}", model, topology, self.world, _MEET_S),
-            divided(model, optimizer, strategy, keepers),
+        num_shards = topology.num_shards(self.workers)
+        team = topology.worker_groups(self.workers)[index - num_shards]
+        upstream = ServerClient(
+            index - num_shards,
+            call(range(num_shards), f"the proxy of worker {team[0]}", model, topology, self.world, _MEET_S),
+            divided(model, optimizer, strategy, num_shards),
             {spec.name: spec for spec in trained(model)},
             strategy.compression,
             self.seed,
             urgent=strategy.schedule.defers,
         )
         upstream.join(_MEET_S)
-        return Proxy(
+        return Aggregator(
             (self.world.address(), 0),
             Key.read(Path(self.world.key_file)),
             upstream=upstream,
@@ -225,13 +232,13 @@ class ServerRun:
             buffers=list(model.buffers()),
             workers=len(team),
             encrypted=self.world.encrypts(topology),
-            even_here=False,
+            encrypt_loopback=False,
             lost=lost,
         )
 
     def _lost(self, loss: Loss) -> None:
         what = f"{loss.name} went away ({loss.reason})"
-        if self.strategy.synchrony.everyone or self.strategy.topology.teams(self.workers):
+        if self.strategy.synchrony.lockstep or self.strategy.topology.worker_groups(self.workers):
             raise PeerLost(what)
         log.error("%s; the others go on", what)
 
@@ -250,7 +257,7 @@ def _asked_to_leave() -> threading.Event:
     return asked
 
 
-def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:
+def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> BundleState:
     """A bundle's parts of the model, in memory of their own, and their part of the optimizer."""
     named = dict(model.named_parameters())
     specs = {spec.name: spec for spec in trained(model)}
@@ -262,4 +269,4 @@ def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> Kept:
         parts.append(nn.Parameter(values.clone().view(spec.shape)))
         of.setdefault(named[part.name], []).append(parts[-1])
     stepper, groups = part_optimizer(optimizer, of)
-    return Kept(mine, parts, stepper, groups)
+    return BundleState(mine, parts, stepper, groups)

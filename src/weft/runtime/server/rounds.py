@@ -37,7 +37,7 @@ class Contribution:
 
 
 @dataclass
-class Holder:
+class Rounds:
     """The tensors of `model`, which `update` changes in place."""
 
     synchrony: Synchrony

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece
 from weft.runtime.checks.step_status import finite
-from weft.runtime.server.bundle_state import Kept
-from weft.runtime.server.compressed_push import heard
+from weft.runtime.server.bundle_state import BundleState
+from weft.runtime.server.compressed_push import decode_push
 from weft.runtime.server.protocol import (
     AT_ONCE,
     BEGIN,
@@ -43,8 +43,8 @@ from weft.runtime.server.protocol import (
 )
 from weft.runtime.server.protocol import packed as packed_state
 from weft.runtime.server.protocol import unpacked as unpacked_state
-from weft.runtime.server.rounds import Contribution, Holder
-from weft.runtime.server.statistics import Tally
+from weft.runtime.server.rounds import Contribution, Rounds
+from weft.runtime.server.statistics import Statistics
 from weft.synchrony import Synchrony, View
 from weft.threads import start_serial_thread
 from weft.transport.mesh import raw
@@ -79,13 +79,13 @@ class _Watch:
 class _Open:
     """A bundle's rounds: what has arrived, and who waits for what."""
 
-    def __init__(self, kept: Kept, holder: Holder) -> None:
-        self.kept, self.holder = kept, holder
+    def __init__(self, kept: BundleState, rounds: Rounds) -> None:
+        self.kept, self.rounds = kept, rounds
         self.arrived: dict[int, tuple[int, int, list[Tensor | None], Request]] = {}
         """By worker: a step, the version that it began with, and gradients, where word of the step is still to come."""
-        self.done = [0] * holder.workers
+        self.done = [0] * rounds.workers
         """Steps of each worker that count, since it joined."""
-        self.given = [-1] * holder.workers
+        self.given = [-1] * rounds.workers
         """The steps of each worker after which it was given the model last, since it joined."""
         self.waiting: dict[int, tuple[Request, int, int, float]] = {}
         self.watching: dict[int, _Watch] = {}
@@ -108,7 +108,7 @@ class _Open:
 
     def release(self) -> None:
         """Give back the memory of pushes, once the round that they were part of is over."""
-        if not self.holder.round:
+        if not self.rounds.round:
             for push in self.used:
                 if push.keeps:
                     push.release()
@@ -119,12 +119,12 @@ class _Open:
         from where they are; elsewhere there is one copy for all who get this version."""
         if self._snapshot is None or self._snapshot[0] != version:
             parts = [part.detach() for part in self.kept.parts]
-            copies = parts if self.holder.synchrony.everyone else [part.clone() for part in parts]
+            copies = parts if self.rounds.synchrony.lockstep else [part.clone() for part in parts]
             self._snapshot = version, [raw(part) for part in copies]
         return self._snapshot[1]
 
 
-class ParameterServer:
+class ShardService:
     """Serves one share of a model until closed."""
 
     def __init__(
@@ -134,23 +134,23 @@ class ParameterServer:
         *,
         synchrony: Synchrony,
         compression: Compressor,
-        kept: Sequence[Kept],
+        kept: Sequence[BundleState],
         workers: int,
-        teams: Sequence[range] = (),
+        worker_groups: Sequence[range] = (),
         seed: int = 0,
         encrypted: bool = False,
-        even_here: bool = True,
+        encrypt_loopback: bool = True,
         buffers: int = 0,
         patience_s: float | None = None,
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
-        self._teams = teams or [range(worker, worker + 1) for worker in range(workers)]
+        self._worker_groups = worker_groups or [range(worker, worker + 1) for worker in range(workers)]
         """Who stands behind each who asks: a proxy asks for a group."""
-        self.compression, self.seed, self.workers, self._lost = compression, seed, len(self._teams), lost
+        self.compression, self.seed, self.workers, self._lost = compression, seed, len(self._worker_groups), lost
         self.synchrony = synchrony
-        self.tally = Tally(self.workers)
+        self.statistics = Statistics(self.workers)
         self.bundles = [
-            _Open(each, Holder(synchrony, each.parts, self.workers, each.step, updated=self._updated)) for each in kept
+            _Open(each, Rounds(synchrony, each.parts, self.workers, each.step, updated=self._updated)) for each in kept
         ]
         self._begun: dict[int, tuple[int, float, Hyper]] = {}
         self._steps: dict[int, int] = {}
@@ -174,8 +174,8 @@ class ParameterServer:
             key,
             self._inbox.put,
             encrypted=encrypted,
-            even_here=even_here,
-            most_bytes=most,
+            encrypt_loopback=encrypt_loopback,
+            max_frame_bytes=most,
             patience_s=patience_s,
             left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
         )
@@ -185,7 +185,7 @@ class ParameterServer:
     @property
     def version(self) -> int:
         """Updates of the first bundle."""
-        return self.bundles[0].holder.version
+        return self.bundles[0].rounds.version
 
     @property
     def complete(self) -> bool:
@@ -207,7 +207,7 @@ class ParameterServer:
 
     def _serve(self) -> None:
         while (request := self._inbox.get()) is not None:
-            self.tally.depths[self._inbox.qsize()] += 1
+            self.statistics.depths[self._inbox.qsize()] += 1
             if isinstance(request, Loss):
                 self._leave(request)
                 continue
@@ -305,8 +305,8 @@ class ParameterServer:
             bundle.done[worker], bundle.given[worker] = 0, -1
             bundle.give_up(worker)
             bundle.give_up_watch(worker)
-            bundle.holder.join(worker)
-            bundle.holder.reads[worker] = -1
+            bundle.rounds.join(worker)
+            bundle.rounds.reads[worker] = -1
         return self._steps.get(worker, 0)
 
     def _joined(self, request: Request) -> int:
@@ -323,11 +323,11 @@ class ParameterServer:
         if worker in self._gone:
             self._gone.discard(worker)
             for bundle in self.bundles:
-                bundle.holder.join(worker)
+                bundle.rounds.join(worker)
 
     def _asker(self, worker: int) -> int:
         """Who asks for a worker: itself, or its group's proxy."""
-        return next((asker for asker, team in enumerate(self._teams) if worker in team), -1)
+        return next((asker for asker, team in enumerate(self._worker_groups) if worker in team), -1)
 
     def _leave(self, loss: Loss) -> None:
         """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
@@ -336,7 +336,7 @@ class ParameterServer:
             return
         for bundle in self.bundles:
             bundle.give_up(worker)  # what stands is answered when there is something new, and asked for anew if need be
-        if not self.synchrony.everyone:  # else the run stops, and nothing is made of what is there
+        if not self.synchrony.lockstep:  # else the run stops, and nothing is made of what is there
             self._go(worker)
         self._lost(loss)
         self._look_who_is_left()
@@ -344,7 +344,7 @@ class ParameterServer:
     def _go(self, worker: int) -> None:
         self._gone.add(worker)
         for bundle in self.bundles:
-            bundle.holder.leave(worker)
+            bundle.rounds.leave(worker)
         self._answer_all(worker)
         self._answer_tellings()
 
@@ -354,11 +354,13 @@ class ParameterServer:
 
     def _answer_tellings(self) -> None:
         """Everyone's values to everyone, where all who are there have told theirs."""
-        there = {worker for asker, team in enumerate(self._teams) if asker not in self._gone for worker in team}
+        there = {worker for asker, team in enumerate(self._worker_groups) if asker not in self._gone for worker in team}
         for number in [number for number, told in self._told.items() if there <= set(told)]:
             told = self._told.pop(number)
             self._telling = max(self._telling, number + 1)
-            rows = json.dumps([told[worker][1] if worker in told else None for worker in range(self._teams[-1].stop)])
+            rows = json.dumps(
+                [told[worker][1] if worker in told else None for worker in range(self._worker_groups[-1].stop)]
+            )
             for request, _ in told.values():
                 request.reply([memoryview(rows.encode())])
 
@@ -386,7 +388,7 @@ class ParameterServer:
     def _hear(self, worker: int, bundle: _Open, step: int, version: int, push: Request) -> None:
         """Understand a push. A gradient that is not there has no words; others stay where they came to."""
         kept, words = bundle.kept, push.parts[1:]
-        self.tally.received_bytes += sum(len(word) for word in words)
+        self.statistics.received_bytes += sum(len(word) for word in words)
         grads: list[Tensor | None] = []
         if self.compression.lossless:
             for part, data in zip(kept.parts, words, strict=True):
@@ -397,7 +399,7 @@ class ParameterServer:
             (part,), (spec,) = kept.parts, kept.specs
             out = torch.zeros(part.numel(), dtype=part.dtype)
             piece = Piece(spec, torch.zeros_like(out), out)
-            heard(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
+            decode_push(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
             grads.append(out.view(part.shape))
         for spec, grad in zip(kept.specs, grads, strict=True):
             if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
@@ -407,7 +409,7 @@ class ParameterServer:
         bundle.arrived[worker] = step, version, grads, push
 
     def _named(self, worker: int) -> str:
-        team = self._teams[worker]
+        team = self._worker_groups[worker]
         return f"worker {team.start}" if len(team) == 1 else f"one of workers {team.start} to {team.stop - 1}"
 
     def _count(self, worker: int, bundle: _Open) -> None:
@@ -418,12 +420,12 @@ class ParameterServer:
         _, read, grads, push = bundle.arrived.pop(worker)
         bundle.used.append(push)
         bundle.kept.set_numbers(hyper)
-        version = bundle.holder.version
-        bundle.holder.contribute(Contribution(worker, share, grads, read))
+        version = bundle.rounds.version
+        bundle.rounds.contribute(Contribution(worker, share, grads, read))
         bundle.done[worker] += 1
         bundle.release()
         if bundle is self.bundles[0]:
-            self._buffers.counted(worker, bundle.holder.version if bundle.holder.version > version else None)
+            self._buffers.counted(worker, bundle.rounds.version if bundle.rounds.version > version else None)
         self._answer(bundle, worker)
 
     def _pull(self, worker: int, number: int, steps: int, urgency: int, request: Request) -> None:
@@ -455,13 +457,13 @@ class ParameterServer:
         """Whoever may go on gets the bundle; `by` is the worker who has just changed what may be."""
         if not self._started:
             return
-        holder = bundle.holder
+        rounds = bundle.rounds
         for worker, (request, steps, urgency, since) in list(bundle.waiting.items()):
-            if bundle.done[worker] >= steps and holder.may_start(worker):
+            if bundle.done[worker] >= steps and rounds.may_start(worker):
                 del bundle.waiting[worker]
                 request.reply(self._read(bundle, worker), priority=urgency)
                 bundle.given[worker] = steps
-                self.tally.answered(worker, steps, time.monotonic() - since, by)
+                self.statistics.answered(worker, steps, time.monotonic() - since, by)
         self._answer_watches(bundle, by)
         if bundle is self.bundles[0]:
             self._buffers.answer(lambda worker, steps: bundle.given[worker] >= steps)
@@ -469,27 +471,27 @@ class ParameterServer:
     def _answer_watches(self, bundle: _Open, by: int) -> None:
         """Whoever has less than everyone has done by now gets what is new; who cannot go on without it waits for it."""
         buffers = [self._buffers.now] if bundle is self.bundles[0] else []
-        view = bundle.holder.view
+        view = bundle.rounds.view
         for worker, watch in list(bundle.watching.items()):
             if bundle.slowest(worker, view) > watch.clock:
                 del bundle.watching[worker]
                 watch.request.reply([*self._read(bundle, worker), *buffers], priority=watch.urgency)
                 if watch.since is not None:
-                    self.tally.answered(worker, bundle.done[worker], time.monotonic() - watch.since, by)
+                    self.statistics.answered(worker, bundle.done[worker], time.monotonic() - watch.since, by)
             elif watch.since is None and not self.synchrony.may_start(worker, view):
                 watch.since = time.monotonic()
 
     def _read(self, bundle: _Open, worker: int) -> list[memoryview]:
         """A bundle as it is now, for a worker."""
-        version = bundle.holder.read(worker)
+        version = bundle.rounds.read(worker)
         values = bundle.snapshot(version)
-        self.tally.sent_bytes += sum(len(part) for part in values)
-        slowest = bundle.slowest(worker, bundle.holder.view)
+        self.statistics.sent_bytes += sum(len(part) for part in values)
+        slowest = bundle.slowest(worker, bundle.rounds.view)
         about = PULLED.pack(version, slowest, self._buffers.leaving(version))
         return [memoryview(about), *values]
 
     def _updated(self, worker: int, staleness: int) -> None:
-        self.tally.staleness[worker, staleness] += 1
+        self.statistics.staleness[worker, staleness] += 1
 
 
 class _Buffers:

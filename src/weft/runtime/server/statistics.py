@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Tally:
+class Statistics:
     """Counts of one server; `row` is what it leaves in the run folder, as server-<i>.json."""
 
     workers: int

@@ -70,7 +70,7 @@ class Pending:
 class Client:
     """One server, asked by one asker. Requests of a higher urgency (a lower number) leave first.
 
-    `encrypted`: within TLS; with `even_here` also where both are on one machine. Both sides must say the same.
+    `encrypted`: within TLS; with `encrypt_loopback` also where both are on one machine. Both sides must say the same.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Client:
         name: str,
         *,
         encrypted: bool = False,
-        even_here: bool = True,
-        most_bytes: int = 1 << 26,
+        encrypt_loopback: bool = True,
+        max_frame_bytes: int = 1 << 26,
         patience_s: float | None = None,
         retry_s: float | None = None,
     ) -> None:
@@ -89,7 +89,12 @@ class Client:
 
         Both by default as `WEFT_PEER_TIMEOUT_S` says.
         """
-        self.address, self.key, self.most_bytes, self.even_here = address, key, most_bytes, even_here
+        self.address, self.key, self.max_frame_bytes, self.encrypt_loopback = (
+            address,
+            key,
+            max_frame_bytes,
+            encrypt_loopback,
+        )
         self.patience_s = 0.4 * peer_timeout_s() if patience_s is None else patience_s
         self.retry_s = 0.3 * peer_timeout_s() if retry_s is None else retry_s
         self._guest = Guest(secrets.token_bytes(16), name)
@@ -217,7 +222,14 @@ class Client:
         while True:
             left = deadline - time.monotonic()
             try:
-                stream = call(self.address, self._guest, self.key, self._tls, max(0.1, left), even_here=self.even_here)
+                stream = call(
+                    self.address,
+                    self._guest,
+                    self.key,
+                    self._tls,
+                    max(0.1, left),
+                    encrypt_loopback=self.encrypt_loopback,
+                )
                 link = Link(stream, str(self), self._guest.identity, self, self.patience_s)
                 self._show_life(link, max(0.1, deadline - time.monotonic()))
                 return link
@@ -237,7 +249,7 @@ class Client:
         """A connection for heartbeats beside a link, which is good without one, only given up later."""
         guest = replace(self._guest, pulse=True)
         with suppress(OSError, PeerLost):
-            stream = call(self.address, guest, self.key, self._tls, within_s, even_here=self.even_here)
+            stream = call(self.address, guest, self.key, self._tls, within_s, encrypt_loopback=self.encrypt_loopback)
             link.attach(Pulse(stream.sock))
 
     def _fail(self, error: Exception) -> None:

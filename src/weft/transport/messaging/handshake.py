@@ -57,11 +57,11 @@ class Guest:
 
 
 def receive(
-    sock: socket.socket, key: Key, tls: ssl.SSLContext | None, *, even_here: bool = True
+    sock: socket.socket, key: Key, tls: ssl.SSLContext | None, *, encrypt_loopback: bool = True
 ) -> tuple[Stream, Guest]:
     """The server's side. Raises Stranger or OSError; takes PATIENCE_S at most."""
     deadline = time.monotonic() + PATIENCE_S
-    stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=True)
+    stream = _stream(sock, tls if encrypt_loopback or not here(sock) else None, deadline, server=True)
     hello = _exactly(stream, _HELLO.size, deadline)
     greeting, identity, name, theirs = _HELLO.unpack(hello)
     if greeting not in (_GREETING, _PULSE):
@@ -81,14 +81,14 @@ def call(
     tls: ssl.SSLContext | None,
     patience_s: float,
     *,
-    even_here: bool = True,
+    encrypt_loopback: bool = True,
 ) -> Stream:
     """The asker's side: a connection on which the server has proved itself. Raises Stranger or OSError."""
     deadline = time.monotonic() + patience_s
     where = "{}:{}".format(*address)
     sock = socket.create_connection(address, timeout=patience_s)
     try:
-        stream = _stream(sock, tls if even_here or not here(sock) else None, deadline, server=False)
+        stream = _stream(sock, tls if encrypt_loopback or not here(sock) else None, deadline, server=False)
         mine = secrets.token_bytes(32)
         name = _fitting(guest.name.encode())
         hello = _HELLO.pack(_PULSE if guest.pulse else _GREETING, guest.identity, name, mine)

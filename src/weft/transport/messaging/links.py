@@ -31,7 +31,7 @@ _TURN_BYTES = 4 << 20
 class Owner(Protocol):
     """Who a link belongs to. All of this is called by the carrier's thread, and must not wait."""
 
-    most_bytes: int
+    max_frame_bytes: int
 
     def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for the parts of a frame that begins to arrive."""
@@ -140,7 +140,7 @@ class Link:
             self._sizes = bytearray(8 * count)
             self._into = [memoryview(self._sizes)]
         elif self._parts is None:
-            sizes = unpack_sizes(self._sizes, self.owner.most_bytes)
+            sizes = unpack_sizes(self._sizes, self.owner.max_frame_bytes)
             self._parts = self.owner.place(self, self._frame, sizes)
             self._into = [part for part in self._parts if len(part)]
         else:

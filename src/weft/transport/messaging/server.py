@@ -52,9 +52,9 @@ class _Session:
     forgotten: int = 0
     """Up to this number replies are not kept any more."""
 
-    def full(self, most_bytes: int) -> bool:
+    def full(self, max_frame_bytes: int) -> bool:
         """Whether more is open than should be, by number or by bytes."""
-        return len(self.open) >= _WINDOW or self.held > 4 * most_bytes
+        return len(self.open) >= _WINDOW or self.held > 4 * max_frame_bytes
 
 
 class Request:
@@ -100,7 +100,7 @@ class Server:
 
     `joined` and `left` tell of askers that come for the first time, and of those that went (name, reason, identity): on
     purpose, or by a link that broke and was not made anew within `grace_s`, or showed no sign of life for `patience_s`:
-    both by default as `WEFT_PEER_TIMEOUT_S` says. `encrypted` and `even_here` are as for a client.
+    both by default as `WEFT_PEER_TIMEOUT_S` says. `encrypted` and `encrypt_loopback` are as for a client.
     """
 
     def __init__(
@@ -110,17 +110,17 @@ class Server:
         handle: Callable[[Request], None],
         *,
         encrypted: bool = False,
-        even_here: bool = True,
-        most_bytes: int = 1 << 26,
+        encrypt_loopback: bool = True,
+        max_frame_bytes: int = 1 << 26,
         patience_s: float | None = None,
         grace_s: float | None = None,
         joined: Callable[[str], None] = lambda name: None,
         left: Callable[[str, str, bytes], None] = lambda name, why, identity: None,
     ) -> None:
-        self.key, self.handle, self.most_bytes = key, handle, most_bytes
+        self.key, self.handle, self.max_frame_bytes = key, handle, max_frame_bytes
         self.patience_s = 0.4 * peer_timeout_s() if patience_s is None else patience_s
         self.grace_s = 0.3 * peer_timeout_s() if grace_s is None else grace_s
-        self.even_here = even_here
+        self.encrypt_loopback = encrypt_loopback
         self._joined, self._left = joined, left
         self._tls: ssl.SSLContext | None = key.context(server=True) if encrypted else None
         self._sessions: dict[bytes, _Session] = {}
@@ -177,7 +177,7 @@ class Server:
 
     def _meet(self, sock: socket.socket) -> None:
         try:
-            stream, guest = receive(sock, self.key, self._tls, even_here=self.even_here)
+            stream, guest = receive(sock, self.key, self._tls, encrypt_loopback=self.encrypt_loopback)
         except (OSError, PeerLost) as error:
             log.info("turned somebody away: %s", error)
             sock.close()
@@ -242,7 +242,7 @@ class Server:
             memory = part.obj
             if isinstance(memory, bytearray):
                 spare = self._spare.setdefault(len(memory), [])
-                if len(spare) * len(memory) < 2 * self.most_bytes:
+                if len(spare) * len(memory) < 2 * self.max_frame_bytes:
                     spare.append(memory)
 
     def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
@@ -274,7 +274,7 @@ class Server:
                 raise FrameError(f"{_REMEMBERED} replies are not settled")
             request = session.open[head.number] = Request(self, session, head, parts)
             session.held += sum(len(part) for part in parts)
-            link.reads = not session.full(self.most_bytes)
+            link.reads = not session.full(self.max_frame_bytes)
         try:
             self.handle(request)
         except Exception:
@@ -314,7 +314,7 @@ class Server:
             if not request.keeps:
                 self._give_back(request.parts)
             link = session.link
-            if link is not None and not link.reads and not session.full(self.most_bytes // 2):
+            if link is not None and not link.reads and not session.full(self.max_frame_bytes // 2):
                 link.reads = True
                 self._carrier.wake(link)
         if link is not None:
