@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.jobs import wide
-from weft.runtime.checks import step_status as guard
+from weft.runtime.checks import replicas
+from weft.runtime.checks.step_status import StepStatus
 
 BLOCK = 20
 spent = {"steps": 0, "seconds": 0.0}
@@ -40,17 +41,17 @@ def sometimes(look: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
     return lambda self, *args: look(self, *args) if awake(self.step) else otherwise
 
 
-def begin(self: guard.StepStatus, step: int) -> None:
+def begin(self: StepStatus, step: int) -> None:
     spent["steps"] += awake(step)
-    guard.hashed = _hashed if awake(step) else lambda _: 0
+    replicas.parameter_hash = _hashed if awake(step) else lambda _: 0
     _begin(self, step)
 
 
-_hashed, _begin = timed(guard.hashed), guard.StepStatus.begin
-guard.StepStatus.begin = begin  # type: ignore[method-assign]
-guard.HASH_EVERY = BLOCK  # five times as often as usual, and only when awake
-guard.StepStatus.given = sometimes(guard.StepStatus.given, None)  # type: ignore[method-assign]
-guard.StepStatus.arrived = sometimes(guard.StepStatus.arrived, True)  # type: ignore[method-assign]
+_hashed, _begin = timed(replicas.parameter_hash), StepStatus.begin
+StepStatus.begin = begin  # type: ignore[method-assign]
+replicas.HASH_EVERY = BLOCK  # five times as often as usual, and only when awake
+StepStatus.check_gradients = sometimes(StepStatus.check_gradients, None)  # type: ignore[method-assign]
+StepStatus.check_means = sometimes(StepStatus.check_means, True)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0" and "GUARD_TIMES" in os.environ:

@@ -9,7 +9,7 @@ import torch
 
 from tests.process.harness import spawn
 from tests.process.test_guard import BAD_NAME, BAD_STEP, scaled, train
-from weft.runtime.checks import finite_gpu as unread
+from weft.runtime.checks.finite_gpu import DeferredFiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -49,7 +49,7 @@ def test_only_what_is_not_finite_becomes_zeros(shape: tuple[int, ...], dtype: to
     tensors = [good.clone(), good.clone(), good.clone().mT if len(shape) > 1 else good.clone()]
     tensors[1].view(-1)[-1] = torch.inf
     tensors[2][(0,) * tensors[2].dim()] = torch.nan
-    notes = unread.DeferredFiniteCheck(3)
+    notes = DeferredFiniteCheck(3)
     notes.shield([((number,), tensor) for number, tensor in enumerate(tensors)] + [((9,), None)])
     assert torch.equal(tensors[0], good) and not tensors[1].any() and not tensors[2].any()
     assert notes.read() == (1, None)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from weft.lab.cluster import Cluster
-from weft.runtime.launch.launcher import Launch, _seat
+from weft.runtime.launch.launcher import _seat
 from weft.runtime.launch.rendezvous import TOLD, Rendezvous, reach, take_assignment
+from weft.runtime.launch.spec import Launch
 from weft.runtime.record.run_folder import events
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.process.test_servers import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
-from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import keep

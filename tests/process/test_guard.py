@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from weft.runtime.checks import step_status as guard
+from weft.runtime.checks import replicas
 
 SCHEDULES = ("sequential", "fused", "mg_wfbp", "priority(partition=4KiB, credit=16KiB, least=256B)")
 COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))", "error_feedback(cast(dtype=fp16))")
@@ -124,7 +124,7 @@ def test_with_a_scaler_all_ranks_skip_the_step_together(compression: str, schedu
 
 
 def drift(process: int) -> str:
-    guard.HASH_EVERY = 3
+    replicas.HASH_EVERY = 3
     run = weft.init(steps=12)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

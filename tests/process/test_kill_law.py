@@ -36,7 +36,7 @@ from tests.process.test_bits import (
 )
 from weft.compression import _coded
 from weft.profile import Cost, Measured
-from weft.runtime.checks import step_status as guard
+from weft.runtime.checks import replicas
 from weft.store.checkpoint import found_in, newest
 
 WORKERS, STEPS, EVERY = 4, 9, 2
@@ -58,7 +58,7 @@ class Noisy(Dataset[Any]):
 
 def job(folder: str, attempt: int, loaders: int = 0) -> str:
     """Train to the end, noting every batch and loss on the way; returns a hash of the final state."""
-    guard.HASH_EVERY = 3
+    replicas.HASH_EVERY = 3
     _coded.A_ROUND = 64  # so that codes travel in two phases
     run = weft.init(out=folder, steps=STEPS, seed=3)
     model = model_with_dice()

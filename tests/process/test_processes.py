@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from weft.runtime.launch import launcher
+from weft.runtime.launch import supervise
 
 PIECE = b"\r 12%|#### | 1234/9999 [01:23<09:59, 12.3it/s, loss=1.234]" + b" " * 40
 
 
-def relayed(*chunks: bytes) -> tuple[list[str], launcher._Child]:
+def relayed(*chunks: bytes) -> tuple[list[str], supervise.Child]:
     process: Any = None
-    child, lines = launcher._Child(0, process), list[str]()
+    child, lines = supervise.Child(0, process), list[str]()
     for chunk in chunks:
-        launcher._relay(child, 3, chunk, lambda rank, line: lines.append(line))
+        supervise._relay(child, 3, chunk, lambda rank, line: lines.append(line))
     return lines, child
 
 
@@ -29,7 +29,7 @@ def relayed(*chunks: bytes) -> tuple[list[str], launcher._Child]:
         ([b"one\r\n", b"two\r", b"\n"], ["one", "two"]),
         ([b"\r10%\r20%", b"\r30%", b"\ndone\n"], ["30%", "done"]),
         ([b"10%\r20%\r", b""], ["20%"]),
-        ([b"x" * (launcher._LONGEST_LINE + 1), b"\n"], ["x" * launcher._LONGEST_LINE, "x"]),
+        ([b"x" * (supervise._LONGEST_LINE + 1), b"\n"], ["x" * supervise._LONGEST_LINE, "x"]),
         ([b""], []),
     ],
 )
@@ -40,25 +40,25 @@ def test_lines_are_as_a_terminal_shows_them(chunks: list[bytes], lines: list[str
 @pytest.mark.parametrize("piece", [PIECE, PIECE.replace(b"\r", b" "), b"\r" * 100])
 def test_an_endless_line_is_not_kept(piece: bytes) -> None:
     _, child = relayed(*[piece] * 20_000)
-    assert len(child.rest[3]) <= launcher._LONGEST_LINE
+    assert len(child.rest[3]) <= supervise._LONGEST_LINE
 
 
 REUSED = """
 import subprocess, time
 from pathlib import Path
-from weft.runtime.launch import launcher
+from weft.runtime.launch import supervise
 
 def start(*command):
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 worker = start("true")
-child = launcher._Child(1, worker)
+child = supervise.Child(1, worker)
 while not child.over():
     time.sleep(0.01)
 Path("/proc/sys/kernel/ns_last_pid").write_text(str(worker.pid - 1))  # numbers come round
 stranger = start("sleep", "30")
 assert stranger.pid == worker.pid, "the number was not given again"
-launcher._end([child])
+supervise.end_all([child])
 time.sleep(0.2)
 print("stranger", stranger.poll())
 stranger.kill()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PeerLost
 from weft.ops import Spec
-from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.server.bundle_state import BundleState, hyper
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.compressed_push import said

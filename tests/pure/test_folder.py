@@ -16,7 +16,7 @@ import pytest
 
 from weft.cli.train import _folder, _tidy
 from weft.errors import UserError
-from weft.runtime.record.events import append_line, hold, write_json
+from weft.runtime.record.files import append_line, hold, write_json
 from weft.runtime.record.run_folder import events, summary
 from weft.strategy import Strategy
 

@@ -22,7 +22,8 @@ import torch
 from tests.pure.test_store import make, resealed
 from weft.errors import UserError
 from weft.profile import Measured, Profile
-from weft.runtime.record.run_folder import events, launched, model, summary
+from weft.runtime.record.describe import launched
+from weft.runtime.record.run_folder import events, model, summary
 from weft.store import checkpoint, shards
 from weft.store.plain import value
 from weft.strategy import Strategy

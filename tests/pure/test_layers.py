@@ -21,7 +21,7 @@ HOME = Path(weft.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "ops", "profile", "kernels", "numerics", "jobs"),
+    ("errors", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
     ("axis",),
     AXES,
     ("strategy",),

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from weft.errors import UserError
-from weft.runtime.launch.launcher import JobFailedError, Terminated
+from weft.runtime.launch.supervise import JobFailedError, Terminated
 
 EXAMPLES = """\
 Weft: a way of distributing PyTorch training is one value.

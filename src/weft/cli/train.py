@@ -23,10 +23,13 @@ from weft.errors import JobError, UserError
 from weft.lab.cluster import Cluster
 from weft.lab.spec import parse_slow
 from weft.lab.trial import slow_seat
-from weft.runtime.launch.launcher import JobFailedError, Launch, Seat, Terminated, find_job, launch
+from weft.runtime.launch.launcher import find_job, launch
+from weft.runtime.launch.spec import Launch, Seat
 from weft.runtime.launch.strategy_source import DEFAULT, winner
-from weft.runtime.record.events import hold, writing
-from weft.runtime.record.run_folder import asynchrony, describe_launch, launched, summary
+from weft.runtime.launch.supervise import JobFailedError, Terminated
+from weft.runtime.record.describe import describe_launch, launched
+from weft.runtime.record.files import hold, writing
+from weft.runtime.record.run_folder import asynchrony, summary
 from weft.store.checkpoint import Policy, found_in, newest, recover, verify
 from weft.strategy import Strategy
 from weft.units import bytes_text

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from weft.errors import JobError, UserError
 from weft.lab import control_socket
-from weft.runtime.launch.launcher import Seat
+from weft.runtime.launch.spec import Seat
 from weft.units import Bandwidth
 
 MOST_HOSTS = 64

@@ -29,9 +29,10 @@ from weft.lab.rows import Board
 from weft.lab.spec import CompareSpec, contenders, parse_slow, spelled
 from weft.lab.trial import Contender, Sample, Site, Task
 from weft.profile import Profile
-from weft.runtime.launch.launcher import JobFailedError, find_job
+from weft.runtime.launch.launcher import find_job
+from weft.runtime.launch.supervise import JobFailedError
 from weft.runtime.record import run_folder
-from weft.runtime.record.events import write_json
+from weft.runtime.record.files import write_json
 from weft.strategy import Strategy
 
 _ALONE = Contender(name="computing alone", peer="alone")

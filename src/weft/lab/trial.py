@@ -22,7 +22,8 @@ from weft.lab import peers
 from weft.lab.cluster import Cluster, Loopback
 from weft.ops import Spec, Sum
 from weft.profile import Profile
-from weft.runtime.launch.launcher import Launch, Seat, launch
+from weft.runtime.launch.launcher import launch
+from weft.runtime.launch.spec import Launch, Seat
 from weft.runtime.pace import Slow
 from weft.runtime.record import run_folder
 from weft.store.checkpoint import Policy

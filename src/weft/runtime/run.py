@@ -56,8 +56,10 @@ from weft.runtime.modes.parameter_server import Served
 from weft.runtime.modes.shared_memory import share
 from weft.runtime.pace import Pace
 from weft.runtime.record.clock import Clock
-from weft.runtime.record.events import PhaseTimer, Recorder, progress_pipe, write_json
-from weft.runtime.record.run_folder import describe, describe_model
+from weft.runtime.record.describe import describe, describe_model
+from weft.runtime.record.events import Recorder, progress_pipe
+from weft.runtime.record.files import write_json
+from weft.runtime.record.phases import PhaseTimer
 from weft.runtime.server.process import ServerRun
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy

@@ -39,7 +39,9 @@ from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.modes.all_reduce import ResumedLayout
-from weft.runtime.record.events import PhaseTimer, Recorder, append_line, lines_in, writing
+from weft.runtime.record.events import Recorder
+from weft.runtime.record.files import append_line, lines_in, writing
+from weft.runtime.record.phases import PhaseTimer
 from weft.store.checkpoint import Policy, set_aside, sync, tidy
 from weft.strategy import Strategy
 from weft.transport.collective import Layout, Processes

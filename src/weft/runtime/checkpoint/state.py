@@ -31,8 +31,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import JobError, LoopError, UserError
 from weft.ops import Spec
-from weft.runtime.loop.data_position import DataPosition, Epoch, process_rng_state, set_process_rng_state
+from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 from weft.runtime.modes.all_reduce import Gradients
 from weft.runtime.modes.parameter_server import Served
 from weft.store.checkpoint import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.compression import Bucket, Piece
 from weft.ops import Spec
-from weft.runtime.checks.step_status import finite
+from weft.runtime.checks.finite import finite
 from weft.schedule import Timetable
 
 

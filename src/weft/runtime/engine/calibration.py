@@ -17,7 +17,7 @@ import torch
 from weft.ops import Sum
 from weft.profile import Cost, Measured
 from weft.runtime.record.clock import Clock, Stamp
-from weft.runtime.record.events import writing
+from weft.runtime.record.files import writing
 from weft.transport.collective import Processes
 
 STEPS = 3

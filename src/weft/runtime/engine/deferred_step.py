@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.runtime.engine.engine import Engine
 from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
-from weft.runtime.record.events import PhaseTimer
+from weft.runtime.record.phases import PhaseTimer
 
 log = logging.getLogger(__name__)
 

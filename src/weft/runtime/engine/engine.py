@@ -134,7 +134,7 @@ class Engine:
         self._issue_order.opened(bucket)
         self._closed -= 1
         if self._closed == 0:
-            self._telling = self.transport.tell_later(self.status.words)
+            self._telling = self.transport.tell_later(self.status.message)
 
     def _issue(self) -> None:
         """Everything whose turn it is."""
@@ -157,7 +157,7 @@ class Engine:
         """A mean is there. One that is not finite goes no further, nor does what it left in a compressor's memory."""
         mean = self.memory[-1].buckets[bucket]
         assert mean is not None
-        self.fine[bucket] = self.status.arrived(self.memory[-1].members[bucket], mean)
+        self.fine[bucket] = self.status.check_means(self.memory[-1].members[bucket], mean)
         if self.fine[bucket] is False:
             kept = [state.get(spec.name, {}) for state in self.states for spec in self.timetable.buckets[bucket]]
             for tensor in (tensor for memory in kept for tensor in memory.values()):
@@ -188,7 +188,7 @@ class BucketExchange:
             memory.fill(self.bucket)
             mine = memory.handed(self.bucket)
             members = memory.members[self.bucket]
-            engine.status.given(rank, members, mine, memory.looked_at.pop(members[0], None))
+            engine.status.check_gradients(rank, members, mine, memory.looked_at.pop(members[0], None))
             ctx = Context(
                 step=self.step,
                 rank=rank,

@@ -6,149 +6,35 @@ Nothing is left behind: no process (they die with the launcher, even by SIGKILL)
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import selectors
 import shutil
-import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft import jobs
-from weft.errors import JobError, UserError, WeftError, nearest
-from weft.runtime.launch.process_groups import TERMINATED, ended, signal_group
+from weft.errors import JobError, UserError, nearest
+from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.rendezvous import Rendezvous, parse_address
-from weft.runtime.launch.world import check_network
-from weft.store.checkpoint import Policy
-from weft.strategy import Strategy
+from weft.runtime.launch.spec import Launch
+from weft.runtime.launch.supervise import (
+    Child,
+    Terminated,
+    attend,
+    end_all,
+    passing_on_termination,
+    raise_first_failure,
+)
 from weft.transport.messaging import Key
-
-_GRACE_S = 2.0
-_DRAIN_S = 1.0
-_LONGEST_LINE = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """Where one process of a run sits, if not simply here: what its command starts with, and its environment."""
-
-    enter: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What to run, how, and where."""
-
-    job: str
-    args: tuple[str, ...] = ()
-    workers: int = 1
-    processes: int | None = None
-    """How many processes carry the workers, in all; None: one each."""
-    servers: int = 0
-    """Processes beside them that keep the model, where the strategy has such."""
-    survives_worker_loss: bool = False
-    """Whether the others go on where a worker dies: nobody waits for everyone."""
-    nodes: int = 1
-    node_rank: int = 0
-    rendezvous: str = ""
-    key_file: Path | None = None
-    """What processes on several machines prove themselves with; one machine makes its own."""
-    external_ranks: int = 0
-    """So many of the processes, the last ones, are started by hand, with `weft join`."""
-    network: str = "untrusted"
-    """What lies between the nodes: `trusted` where nobody else is on it."""
-    strategy: Strategy | None = None
-    steps: int | None = None
-    seed: int | None = None
-    device: str = "auto"
-    out: Path | None = None
-    trace: bool = False
-    share_gpus: bool = False
-    policy: Policy | None = None
-    """When to save and what to keep; None: as the job says."""
-    resume: Path | None = None
-    """A checkpoint to go on from."""
-    grace_s: float = 0.0
-    """How long the processes may take to save and leave when the launcher is asked to end."""
-    seats: tuple[Seat, ...] = ()
-    """One for each process, servers last, where they sit on hosts of their own; empty: all of them here."""
-    module: str = "weft.runtime.launch.child"
-    """What each process runs; it is given the job and its arguments."""
-
-    @property
-    def count(self) -> int:
-        """Processes that carry workers."""
-        return self.processes if self.processes is not None else self.workers
-
-    def checked(self) -> Launch:
-        """Itself, or one sentence about what cannot be."""
-        count = self.count
-        if self.workers < 1:
-            raise UserError(f"-n is {self.workers}, but a run has at least one worker")
-        if not 1 <= count <= self.workers:
-            raise UserError(f"--processes is {count}, but must lie between 1 and the {self.workers} workers")
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"--steps is {self.steps}, but a run takes at least one step")
-        if self.nodes < 1 or not 0 <= self.node_rank < self.nodes:
-            raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
-        if self.nodes > 1 and not self.rendezvous:
-            raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
-        if self.network not in ("trusted", "untrusted"):
-            raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
-        if self.servers and count < self.workers:
-            raise UserError("with parameter servers there is a process for each worker; leave out --processes")
-        self._check_meeting()
-        host = self.rendezvous.rpartition(":")[0]
-        if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
-            check_network(host)
-        if (count + self.servers) % self.nodes:
-            what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
-            raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")
-        gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
-        here = -(-count // self.nodes)
-        if self.device == "cuda" and not gpus:
-            raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
-        if gpus and here > gpus and not self.share_gpus:
-            raise JobError(
-                f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
-                "or --share-gpus (over Gloo, for trying things out)"
-            )
-        return self
-
-    def _check_meeting(self) -> None:
-        """What it takes to have servers on several machines, or to be joined."""
-        apart = self.servers and (self.nodes > 1 or self.rendezvous or self.external_ranks)
-        if self.external_ranks and not (self.servers and self.rendezvous):
-            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
-        if not 0 <= self.external_ranks < self.workers + self.servers:
-            raise UserError(f"--join is {self.external_ranks}, but at least one process is started here")
-        if apart and self.key_file is None:
-            raise UserError(
-                "parameter servers on several machines need --key-file F, the same everywhere; make one with "
-                "`weft key F` and copy it"
-            )
-        if apart:
-            parse_address(self.rendezvous)
-            Key.read(self.key_file or Path())
-
-    @property
-    def rendezvous_address(self) -> str:
-        """Where processes ask for servers and for seats, if not in a folder of this machine."""
-        return self.rendezvous if self.servers and self.rendezvous else ""
 
 
 def find_job(name: str) -> Path:
@@ -173,36 +59,6 @@ def _meant(name: str) -> str:
     return hint if "did you mean" in hint else ""
 
 
-class JobFailedError(WeftError):
-    """A process of the run failed: what it was, its own traceback, and the exit status to leave with."""
-
-    def __init__(self, message: str, traceback: str, status: int) -> None:
-        super().__init__(message)
-        self.traceback, self.status = traceback, status
-
-
-class Terminated(WeftError):
-    """The launcher was asked to end, and the run left with it."""
-
-
-@dataclass
-class _Child:
-    rank: int
-    process: subprocess.Popen[bytes]
-    server: bool = False
-    missed: bool = False
-    """Whether it was said that the others go on without it."""
-    rest: dict[int, bytes] = field(default_factory=dict)
-    """By pipe: the beginning of a line whose end is still to come."""
-    ended: bool = False
-    """Whether its end was noticed."""
-
-    def over(self) -> bool:
-        """Whether it has ended, and with it whatever it started."""
-        self.ended = self.ended or ended(self.process)
-        return self.ended
-
-
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
     """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
     job = find_job(spec.job)
@@ -218,15 +74,15 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
                 children.append(child)
         finally:
             os.close(progress_in)
-        with os.fdopen(progress, "rb", buffering=0) as pipe, _asked_to_leave(children, spec.grace_s) as asked:
-            _attend(children, pipe, on_line, on_progress, spec.survives_worker_loss, rendezvous_address)
+        with os.fdopen(progress, "rb", buffering=0) as pipe, passing_on_termination(children, spec.grace_s) as asked:
+            attend(children, pipe, on_line, on_progress, spec.survives_worker_loss, rendezvous_address)
         if asked.is_set():
             saved = all(child.process.returncode in (0, TERMINATED) for child in children)
             raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
         failed = [child for child in children if child.process.returncode != 0]
         if spec.survives_worker_loss and len(failed) < spec.workers and not any(child.server for child in failed):
             return  # whoever was lost, others went on to the end
-        _judge(children, folder)
+        raise_first_failure(children, folder)
 
 
 @contextmanager
@@ -249,16 +105,16 @@ def _scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def _ended() -> Iterator[list[_Child]]:
+def _ended() -> Iterator[list[Child]]:
     """Processes that are all gone in the end."""
-    children: list[_Child] = []
+    children: list[Child] = []
     try:
         yield children
     finally:
-        _end(children)
+        end_all(children)
 
 
-def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[_Child]:
+def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[Child]:
     here = (spec.count + spec.servers) // spec.nodes - spec.external_ranks
     threads = max(1, (os.cpu_count() or 1) // here)
     key_file = spec.key_file.absolute() if spec.key_file else None
@@ -291,7 +147,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             start_new_session=True,
             pass_fds=[progress] if rank == 0 else [],
         )
-        yield _Child(rank, process, rank >= spec.count)
+        yield Child(rank, process, rank >= spec.count)
 
 
 def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
@@ -385,156 +241,3 @@ def _listening(host: str, port: int) -> socket.socket:
 def _cannot_listen(host: str, port: int, error: OSError) -> JobError:
     remedy = "another port" if "in use" in str(error) else "an address of this machine"
     return JobError(f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}")
-
-
-def _attend(
-    children: list[_Child],
-    progress: IO[bytes],
-    on_line: Callable[[int, str], None],
-    on_progress: Callable[[dict[str, Any]], None],
-    survives_worker_loss: bool,
-    rendezvous_address: Rendezvous | None,
-) -> None:
-    """Relay output until every process has ended, or one has failed that the others cannot go on without."""
-    pipes = selectors.DefaultSelector()
-    told = b""
-    pipes.register(progress, selectors.EVENT_READ, None)
-    for child in children:
-        for pipe in (child.process.stdout, child.process.stderr):
-            assert pipe is not None
-            pipes.register(pipe, selectors.EVENT_READ, child)
-    while not all(child.over() for child in children):
-        for key, _ in pipes.select(timeout=0.1):
-            chunk = os.read(key.fd, 65536)
-            speaker: _Child | None = key.data
-            if not chunk:
-                pipes.unregister(key.fileobj)
-            if speaker is None:
-                *lines, told = (told + chunk).split(b"\n")
-                for line in lines:
-                    on_progress(json.loads(line))
-            else:
-                _relay(speaker, key.fd, chunk, on_line)
-        failed = [child for child in children if child.over() and child.process.returncode not in (0, TERMINATED)]
-        if survives_worker_loss and any(
-            child.process.returncode in (None, 0) for child in children if not child.server
-        ):
-            for child in failed:
-                if not child.server and not child.missed:
-                    child.missed = True
-                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
-                    if rendezvous_address is not None:
-                        rendezvous_address.vacate(child.rank)
-            failed = [child for child in failed if child.server]
-        if failed:
-            time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
-            break
-    _drain(children, pipes, on_line)
-
-
-@contextmanager
-def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threading.Event]:
-    """On SIGTERM let every process save and leave, for as long as the grace period lasts; a second one ends it."""
-    asked = threading.Event()
-    if not grace_s or threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def ask(*_: Any) -> None:
-        if asked.is_set():
-            raise Terminated("stopped at once: it was asked to twice")
-        asked.set()
-        signal.setitimer(signal.ITIMER_REAL, grace_s)
-        for child in children:
-            if child.process.returncode is None and not child.server:  # servers leave when all workers have
-                with suppress(ProcessLookupError):
-                    os.kill(child.process.pid, signal.SIGTERM)
-
-    def over(*_: Any) -> None:
-        raise Terminated(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
-
-    usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
-    try:
-        yield asked
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGTERM, usual)
-        signal.signal(signal.SIGALRM, timer)
-
-
-def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
-    """Relay what processes that have ended left in their pipes.
-
-    Their groups have ended as well. A process that has left its group may hold a pipe open, which is not waited for.
-    """
-    over = {child.rank for child in children if child.over()}
-    for key in list(pipes.get_map().values()):
-        if key.data is None or key.data.rank not in over:
-            pipes.unregister(key.fileobj)
-    until = time.monotonic() + _DRAIN_S
-    while pipes.get_map() and (left := until - time.monotonic()) > 0:
-        for key, _ in pipes.select(timeout=left):
-            chunk = os.read(key.fd, 65536)
-            if not chunk:
-                pipes.unregister(key.fileobj)
-            _relay(key.data, key.fd, chunk, on_line)
-    for key in pipes.get_map().values():
-        _relay(key.data, key.fd, b"", on_line)
-
-
-def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
-    """Hand on every whole line, as a terminal would show it in the end: a carriage return goes back to its start.
-
-    An empty chunk is the end. What a progress bar has overwritten is not kept, and a very long line comes in pieces.
-    """
-    *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
-    rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
-    while len(rest) > _LONGEST_LINE or (rest and not chunk):
-        lines.append(rest[:_LONGEST_LINE])
-        rest = rest[_LONGEST_LINE:]
-    child.rest[fd] = rest
-    for line in lines:
-        on_line(child.rank, line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
-
-
-def _how(child: _Child) -> str:
-    """How a process ended."""
-    status = child.process.returncode or 0
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
-
-
-def _judge(children: list[_Child], folder: Path) -> None:
-    """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
-    words = {}
-    for child in children:
-        status = child.process.returncode if child.over() else None
-        file = folder / f"{child.rank}.json"
-        if file.exists():
-            words[child.rank] = json.loads(file.read_text(encoding="utf-8"))
-        elif status:
-            words[child.rank] = {"kind": "Death", "message": _how(child), "traceback": "", "user": False, "time": 0.0}
-    if not words:
-        return
-    rank = min(words, key=lambda rank: (words[rank]["kind"] == "PeerLost", words[rank]["time"]))
-    word = words[rank]
-    text = word["message"] if word["user"] else f"process {rank} of the run failed: {word['kind']}: {word['message']}"
-    if word["kind"] == "Death":
-        text = f"process {rank} of the run {word['message']}; the others were stopped"
-    raise JobFailedError(text, word["traceback"], 2 if word["user"] else 1)
-
-
-def _end(children: list[_Child]) -> None:
-    """Ask, wait, and then insist. Servers have nothing to save, and are not asked."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for child in children:
-            if not child.over():
-                signal_group(child.process, signal.SIGKILL if child.server else number)
-                signal_group(child.process, signal.SIGCONT)  # one that is stopped learns of it only then
-        until = time.monotonic() + _GRACE_S
-        while not all(child.over() for child in children) and time.monotonic() < until:
-            time.sleep(0.02)
-    for child in children:
-        child.process.wait()
-        for pipe in (child.process.stdout, child.process.stderr):
-            if pipe is not None:
-                pipe.close()

@@ -7,14 +7,14 @@ on behind its last step. Passes without a step (evaluations) are made again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
+
+from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 
 
 @dataclass
@@ -129,60 +129,6 @@ class DataPosition:
             epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), again=True)
             epoch.beside = beside[0] if beside else 0
             self._left.append(epoch)
-
-
-def process_rng_state() -> list[Any]:
-    """Python's and numpy's global random numbers: one stream for each process, whomever it carries."""
-    version, inner, gauss = random.getstate()
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    return [
-        (version, torch.tensor(inner), gauss),
-        (kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *rest),
-    ]
-
-
-def set_process_rng_state(states: list[Any]) -> None:
-    version, inner, gauss = states[0]
-    random.setstate((version, tuple(inner.tolist()), gauss))
-    kind, keys, *rest = states[1]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
-
-
-class DataRng:
-    """Random numbers for reading one epoch's data: torch's, numpy's and Python's, the same in every process.
-
-    The loop's own are as they were afterwards, and so do not depend on how much data has been read.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: list[Any] | None = None
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """A loader draws from these instead of the loop's."""
-        loops = _global_states()
-        if self._state is None:
-            torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed the GPUs, too
-            random.seed(self._seed)
-            numpy.random.seed(self._seed % 2**32)
-        else:
-            _set_global_states(self._state)
-        try:
-            yield
-        finally:
-            self._state = _global_states()
-            _set_global_states(loops)
-
-
-def _global_states() -> list[Any]:
-    return [torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=True)]
-
-
-def _set_global_states(states: list[Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -34,8 +34,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from weft.errors import LoopError, UserError
 from weft.runtime.loop import batch_fingerprint as fingerprint
-from weft.runtime.loop.data_position import DataPosition, DataRng, Epoch
-from weft.runtime.loop.logical_workers import Passes, Share, stream_seed
+from weft.runtime.loop.data_position import DataPosition, Epoch
+from weft.runtime.loop.logical_workers import Passes, Share
+from weft.runtime.loop.rng import DataRng, stream_seed
 from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
 from weft.transport.collective import Processes
 

@@ -1,7 +1,7 @@
 """What the servers keep must not be changed by a worker's loop: they do not see it, and would overwrite it.
 
-Parameters, the optimizer's groups and its state are the servers' from `run.distribute()` on. `ServerOwned` notices what a
-loop does to them. An edit in place is seen by a parameter's version, which torch counts; edits through `.data` are
+Parameters, the optimizer's groups and its state are the servers' from `run.distribute()` on. `ServerOwned` notices what
+a loop does to them. An edit in place is seen by a parameter's version, which torch counts; edits through `.data` are
 counted too while parameters are watched, since `.data` then shares the version. New memory is seen by its address. What
 leaves neither trace (a view of numpy's) is seen by a hash, now and then.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError
-from weft.runtime.checks.step_status import HASH_EVERY, hashed
+from weft.runtime.checks.replicas import HASH_EVERY, parameter_hash
 
 
 class ServerOwned:
@@ -55,14 +55,14 @@ class ServerOwned:
 
     def hash(self, step: int) -> None:
         """A step was taken, and where that is due the parameters have the servers' values by now."""
-        self._hash = hashed(list(self._named.values())) if self.due(step) else None
+        self._hash = parameter_hash(list(self._named.values())) if self.due(step) else None
 
     def check(self) -> None:
         """Raises LoopError where the loop has changed what the servers keep."""
         for name, p in self._named.items():
             if (p._version, p.data_ptr()) != self._seen[name]:
                 raise _changed(name)
-        if self._hash is not None and hashed(list(self._named.values())) != self._hash:
+        if self._hash is not None and parameter_hash(list(self._named.values())) != self._hash:
             raise _changed("a parameter")
         self._check_optimizer()
 

@@ -29,9 +29,10 @@ from weft.runtime.engine.engine import Engine
 from weft.runtime.engine.lazy_parameter import LazyParameter
 from weft.runtime.engine.linear_factors import Factors
 from weft.runtime.loop.between_passes import BetweenPasses
+from weft.runtime.loop.buffers import Buffers
 from weft.runtime.loop.late_changes import LateChanges, compiled
-from weft.runtime.loop.logical_workers import Buffers, Passes
-from weft.runtime.record.events import PhaseTimer
+from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.record.phases import PhaseTimer
 from weft.strategy import wrapped
 
 
@@ -163,13 +164,13 @@ class Gradients:
         """Whatever a GPU has found in the last step, before anybody relies on it; all processes call this together."""
         if self.status.has_unread:
             self.status.begin(self.passes.step)
-            self.status.judge(self.engine.transport.tell(self.status.words()))
+            self.status.judge(self.engine.transport.tell(self.status.message()))
             self.status.check()
 
     def compare_steps(self) -> None:
         """A pass over data is over, in all processes, after the same number of steps; they call this together."""
         self.flush()
-        words = self.status.last_words(self.passes.step)
+        words = self.status.last_message(self.passes.step)
         self.status.judge(self.engine.transport.tell_later(lambda: words).heard())
 
     # --- hooks ------------------------------------------------------------------------------------------------------

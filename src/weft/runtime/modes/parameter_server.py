@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weft.errors import LoopError, UserError
-from weft.runtime.checks.step_status import check_finite
+from weft.runtime.checks.finite import check_gradient
 from weft.runtime.engine.buckets import LOOKED_AT, weigh
 from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
 from weft.runtime.launch.world import World
-from weft.runtime.loop.logical_workers import BufferSlots, Passes
+from weft.runtime.loop.buffers import BufferSlots
+from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.server_owned import ServerOwned
-from weft.runtime.record.events import PhaseTimer
+from weft.runtime.record.phases import PhaseTimer
 from weft.runtime.server.bundle_state import hyper
 from weft.runtime.server.client import PulledModel, ServerClient
 from weft.runtime.server.gpu_client import GpuPull, GpuServerClient
@@ -143,14 +144,14 @@ class Served:
             return grad.resolve_conj().reshape(-1).mul_(self.passes.share)
         flat = grad.reshape(-1)
         if not weigh(flat, self.passes.share):
-            check_finite(name, flat, self.passes.step)
+            check_gradient(name, flat, self.passes.step)
         return flat
 
     def _check(self, name: str, grad: Tensor) -> None:
         if grad.is_sparse:
             raise LoopError(f"the gradient of {name} is sparse at step {self.passes.step + 1}; servers cannot use that")
         if not grad.is_cuda:  # a GPU would be held up; its gradients are looked at on the host
-            check_finite(name, grad, self.passes.step)
+            check_gradient(name, grad, self.passes.step)
 
     def _begin(self) -> None:
         """The first gradient of a backward."""

@@ -11,21 +11,19 @@ computes); optimizer.
 
 from __future__ import annotations
 
-import fcntl
-import io
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from torch import Tensor
 
-from weft.errors import JobError, UserError
-from weft.runtime.record.clock import Clock, Spans, Stamp
-from weft.store.checkpoint import settle, sync
+from weft.runtime.record.clock import Clock
+from weft.runtime.record.files import hold, open_lines, writing
+from weft.runtime.record.trace import length, overlap, perfetto, union
 
 log = logging.getLogger(__name__)
 
@@ -34,118 +32,6 @@ Values = dict[str, list[tuple[float, Any]]]
 
 _FLUSH_S = 1.0
 _TRACED_STEPS = 30
-
-
-class SpanSource(Protocol):
-    """Whoever knows when gradients were on the wire."""
-
-    @property
-    def spans(self) -> Spans: ...
-
-
-class ByteCounter(Protocol):
-    """Whoever puts gradients on the wire."""
-
-    @property
-    def sent_bytes(self) -> float: ...
-
-
-class PhaseTimer:
-    """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
-
-    def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
-        self.clock, self.recorder = clock, recorder
-        self.engine: SpanSource | None = None
-        self.sender: ByteCounter | None = None
-        self.values: Values = {}
-        self._handed_over = False
-        self.waited: list[tuple[Stamp, Stamp]] = []
-        self.updates: list[tuple[Stamp, Stamp]] = []
-        self._reset(clock.stamp())
-
-    def _reset(self, began: Stamp) -> None:
-        self.began = began
-        self.forward: list[Stamp] = []
-        self.backward: list[tuple[Stamp, Stamp]] = []
-        self.save_s: float | None = None
-        self.late, self.late_updates = self.waited, self.updates
-        """What the loop waits for from now on may still belong to the step that has just been handed over."""
-        self.waited, self.updates = [], []
-        self._bytes = self.sender.sent_bytes if self.sender else 0.0
-
-    def log(self, values: dict[str, Any], share: float) -> None:
-        """Values of the present step, from a worker with this share of its samples."""
-        for key, value in values.items():
-            self.values.setdefault(key, []).append((share, value))
-
-    def _fresh(self) -> None:
-        """Values from here on belong to a new step."""
-        if self._handed_over:
-            self.values, self._handed_over = {}, False
-
-    def forward_began(self, *_: Any) -> None:
-        self._fresh()
-        if self.recorder:
-            self.forward.append(self.clock.stamp())
-
-    def forward_ended(self, *_: Any) -> None:
-        if self.recorder:
-            self.forward.append(self.clock.stamp())
-
-    def backward_ended(self) -> None:
-        self._fresh()
-        if self.recorder:
-            start = self.forward[-1] if self.forward else self.began
-            self.backward.append((start, self.clock.stamp()))
-
-    def exchange_ended(self) -> None:
-        if self.recorder and self.backward:
-            self.waited.append((self.backward[-1][1], self.clock.stamp()))
-
-    def held_up(self, began: Stamp) -> None:
-        """The loop has waited for a parameter's update, which belongs to the step before."""
-        if self.recorder:
-            self.late.append((began, self.clock.stamp()))
-
-    def updated(self, began: Stamp) -> None:
-        """Some parameters were updated, in a step that was handed over before."""
-        if self.recorder:
-            self.late_updates.append((began, self.clock.stamp()))
-
-    def saved(self, held_up_s: float) -> None:
-        """A checkpoint was taken before the step that is about to begin."""
-        self.save_s = held_up_s
-
-    def optimizer_began(self) -> None:
-        self._fresh()
-        if self.recorder:
-            self.stepping = self.clock.stamp()
-            if not self.backward and self.forward:  # nobody to exchange with, so nobody saw backward end
-                self.backward.append((self.forward[-1], self.stepping))
-
-    def step_ended(self, step: int, samples: int) -> None:
-        """The optimizer has stepped; the step's own values may still come, until the next one begins."""
-        if self.recorder is None:
-            return
-        ended = self.clock.stamp()
-        spans = self.engine.spans if self.engine else Spans()
-        sent = self.sender.sent_bytes - self._bytes if self.sender else 0.0
-        stamps = {
-            "forward": list(zip(self.forward[::2], self.forward[1::2], strict=False)),
-            "backward": self.backward,
-            "waited": self.waited,
-            "optimizer": [(self.stepping, ended)],
-            "update": self.updates,
-            "encode": spans.encode,
-            "decode": spans.decode,
-            "wire": spans.wire,
-            "step": [(self.began, ended)],
-        }
-        self._handed_over = True
-        if self.save_s is not None:
-            self.values["save_s"] = [(1.0, self.save_s)]
-        self.recorder.add(step, stamps, sent, samples, self.values)
-        self._reset(ended)
 
 
 class Recorder:
@@ -229,72 +115,6 @@ class Recorder:
         return event | {key: _mean(entries) for key, entries in values.items()}
 
 
-class writing:
-    """Turns what the disk says into one sentence."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise JobError(
-                f"the run folder {self.path} cannot be written: {error.strerror}; make room or give another with --out"
-            ) from error
-
-
-def hold(folder: Path, what: str) -> IO[bytes]:
-    """Take a folder for this process, until the file that is returned is closed; refused while another has it.
-
-    The lock is of POSIX's kind, which a forked process does not inherit: a killed run's loaders do not keep it.
-    """
-    file = (folder / f".{what}.lock").open("ab")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
-    except OSError as error:
-        log.warning("%s cannot be locked: %s; start no second run there", folder, error.strerror)
-    return file
-
-
-def write_text(path: Path, text: str) -> None:
-    """A small file: the new text, or where it cannot be written, still the old one."""
-    with writing(path.parent):
-        settle(path, text)
-        sync(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A small file, readable by people."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def open_lines(path: Path) -> IO[str]:
-    """A file of lines, to be gone on with; a last line that was cut off stays one of its own."""
-    file = path.open("a+b")
-    if file.seek(0, os.SEEK_END):
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    return io.TextIOWrapper(file, encoding="utf-8")
-
-
-def append_line(path: Path, value: Any) -> None:
-    with writing(path.parent), open_lines(path) as file:
-        file.write(json.dumps(value) + "\n")
-
-
-def lines_in(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
-        return 0
-
-
 def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
     """Where a launcher listens for progress, if there is one."""
     number = os.environ.get("WEFT_PROGRESS_FD")
@@ -312,8 +132,6 @@ def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
 
 # --- spans ----------------------------------------------------------------------------------------------------------
 
-Span = tuple[float, float]
-
 
 def _resolved(clock: Clock, span: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*span[:-2], clock.seconds(span[-2]), clock.seconds(span[-1]))
@@ -328,46 +146,3 @@ def _mean(entries: list[tuple[float, Any]]) -> Any:
     if len(entries) == 1:
         return entries[0][1] if total else None
     return sum(share * value for share, value in entries) / total if total else None
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in spans that do not overlap."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def overlap(one: list[Span], other: list[Span]) -> float:
-    """How long both run."""
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
-
-
-def length(spans: Iterable[Span]) -> float:
-    return float(sum(end - start for start, end in spans))
-
-
-def perfetto(steps: list[tuple[int, dict[str, Any]]], process: int) -> dict[str, Any]:
-    """The traced steps in the format that ui.perfetto.dev and chrome://tracing open."""
-    rows = {"forward": 0, "backward": 0, "waited": 0, "optimizer": 0, "update": 0, "encode": 1, "decode": 1}
-    events: list[dict[str, Any]] = []
-
-    def add(name: str, row: int, start: float, end: float, step: int) -> None:
-        events.append(
-            {"name": name, "ph": "X", "pid": process, "tid": row, "ts": start * 1e6, "dur": (end - start) * 1e6}
-            | {"args": {"step": step}}
-        )
-
-    for step, at in steps:
-        for name, row in rows.items():
-            for start, end in at[name]:
-                add("wait" if name == "waited" else name, row, start, end, step)
-        for bucket, start, end in at["wire"]:
-            add(f"bucket {bucket}", 2 + bucket, start, end, step)
-    names = {0: "loop", 1: "engine"} | {2 + b: f"wire: bucket {b}" for _, at in steps for b, *_ in at["wire"]}
-    for row, name in names.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": name}})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -6,11 +6,7 @@ import heapq
 import itertools
 import json
 import math
-import os
-import platform
 import statistics
-import sys
-import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,87 +16,8 @@ from typing import Any
 
 import torch
 
-import weft
-from weft import jobs
 from weft.errors import UserError
 from weft.ops import Spec
-from weft.runtime.launch.launcher import Launch
-from weft.runtime.launch.world import World
-from weft.runtime.record.events import write_json, write_text, writing
-from weft.store.checkpoint import Policy
-from weft.strategy import Strategy
-
-
-def describe(
-    folder: Path, strategy: Strategy, world: World, device: torch.device, seed: int, steps: int | None
-) -> None:
-    """Write what the run is and where it runs."""
-    write_text(folder / "strategy.toml", f"# {strategy}\n{strategy.to_toml()}")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    environment = {
-        "strategy": str(strategy),
-        "period": strategy.optimization.period,
-        "peer": os.environ.get("WEFT_PEER"),
-        "workers": world.workers,
-        "processes": world.processes,
-        "steps": steps,
-        "seed": seed,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": str(device),
-        "device_name": name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "versions": {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    write_json(folder / "environment.json", environment)
-
-
-_LAUNCH = "launch.json"
-
-
-def describe_launch(folder: Path, spec: Launch) -> None:
-    """Write how the run was started, so that it can go on."""
-    policy = spec.policy
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    word = {
-        "job": spec.job if jobs.path(spec.job) else str(Path(spec.job).absolute()),
-        "args": list(spec.args),
-        "workers": spec.workers,
-        "processes": spec.processes,
-        "strategy": str(spec.strategy) if spec.strategy else None,
-        "steps": spec.steps,
-        "seed": spec.seed,
-        "device": spec.device,
-        "share_gpus": spec.share_gpus,
-        "policy": [policy.every, policy.last, policy.milestone] if policy else None,
-    }
-    write_json(folder / _LAUNCH, word)
-
-
-def launched(folder: Path) -> Launch:
-    """How a run was started."""
-    word = read_json(folder, _LAUNCH)
-    try:
-        policy = word["policy"]
-        return Launch(
-            job=_a(str, word["job"]),
-            args=tuple(_a(str, each) for each in word["args"]),
-            workers=_a(int, word["workers"]),
-            processes=_a(int | None, word["processes"]),
-            strategy=Strategy.parse(word["strategy"]) if word["strategy"] is not None else None,
-            steps=_a(int | None, word["steps"]),
-            seed=_a(int | None, word["seed"]),
-            device=_a(str, word["device"]),
-            share_gpus=_a(bool, word["share_gpus"]),
-            policy=Policy(every=policy[0], last=policy[1], milestone=policy[2]) if policy else None,
-        )
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UserError(
-            f"{folder / _LAUNCH} cannot be understood: {error}; give a folder that `weft train` made"
-        ) from None
 
 
 @contextmanager
@@ -111,28 +28,23 @@ def _understood(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} holds a run that cannot be understood: {error!r}") from None
 
 
-def _a(kind: Any, value: Any) -> Any:
+def typed(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{str(value)[:40]!r} is not {kind}")
     return value
-
-
-def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
-    """Write what trains: the parameters' names, shapes and dtypes."""
-    write_json(folder / "model.json", [[spec.name, list(spec.shape), str(spec.dtype)[6:]] for spec in specs])
 
 
 def model(folder: Path) -> list[Spec]:
     """The parameters that train, in the model's order."""
     rows = read_json(folder, "model.json")
     try:
-        return [Spec(_a(str, name), tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype in rows]
+        return [Spec(typed(str, name), tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype in rows]
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder / 'model.json'} cannot be understood: {error}; give a folder of a run") from None
 
 
 def _dtype(name: str) -> torch.dtype:
-    return _a(torch.dtype, getattr(torch, _a(str, name), None))  # type: ignore[no-any-return]
+    return typed(torch.dtype, getattr(torch, typed(str, name), None))  # type: ignore[no-any-return]
 
 
 def read_json(folder: Path, name: str) -> Any:
@@ -171,7 +83,7 @@ def _lines(file: Path, valid: Mapping[int, float]) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 event = json.loads(line)
-                step, attempt = _a(int, event["step"]), event.get("attempt", 0)
+                step, attempt = typed(int, event["step"]), event.get("attempt", 0)
                 if reached < step <= valid.get(attempt, math.inf) and "samples" in event:
                     yield event
                     reached = step
@@ -185,7 +97,7 @@ def _valid(folder: Path) -> dict[int, float]:
     with suppress(OSError), (folder / "resumed.jsonl").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                starts.append(_a(int, json.loads(line)["step"]))
+                starts.append(typed(int, json.loads(line)["step"]))
             except (ValueError, TypeError, KeyError, RecursionError):
                 starts.append(0)
     return {attempt: min(starts[attempt:]) for attempt in range(len(starts))}
@@ -234,8 +146,8 @@ def summary(folder: Path) -> dict[str, Any]:
 def servers(folder: Path) -> list[dict[str, Any]]:
     """What each parameter server has seen (`tally`), if there were any."""
     with _understood(folder):
-        rows = [_a(dict, read_json(folder, file.name)) for file in folder.glob("server-*.json")]
-        return sorted(rows, key=lambda row: _a(int, row["server"]))
+        rows = [typed(dict, read_json(folder, file.name)) for file in folder.glob("server-*.json")]
+        return sorted(rows, key=lambda row: typed(int, row["server"]))
 
 
 def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -266,7 +178,7 @@ def by_period(values: Sequence[float], period: int) -> list[float]:
 def _row(
     folder: Path, environment: dict[str, Any], series: Mapping[str, Sequence[float]], last: Mapping[str, Any]
 ) -> dict[str, Any]:
-    period = _a(int, environment.get("period", 1))
+    period = typed(int, environment.get("period", 1))
     count = len(series["step_s"])
     times = by_period(series["step_s"][min(5, count // 2) :], period)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError
 from weft.ops import Spec
-from weft.runtime.checks.step_status import finite
+from weft.runtime.checks.finite import all_finite
 from weft.runtime.record.clock import Spans
 from weft.runtime.server.compressed_push import encode_push
 from weft.runtime.server.protocol import (
@@ -301,7 +301,7 @@ class ServerClient:
         value = self._model[part.name][part.start : part.stop]
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
         words = encode_push(self.compression, piece, self.state, ctx)
-        if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
+        if not all_finite(piece.mean):
             for kept in self.state.get(piece.spec.name, {}).values():
                 kept.nan_to_num_(0.0, 0.0, 0.0)
             what = f"{self.compression} makes values that are not finite of the gradient of {part.name}"

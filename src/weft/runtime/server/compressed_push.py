@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import LoopError, PayloadError
 from weft.ops import All, Collective, Flow, Payload, Scatter, Sum
-from weft.runtime.checks.step_status import finite
+from weft.runtime.checks.finite import all_finite
 
 
 def encode_push(compression: Compressor, piece: Piece, state: State, ctx: Context) -> list[Tensor]:
@@ -32,7 +32,7 @@ def encode_push(compression: Compressor, piece: Piece, state: State, ctx: Contex
         return _alone(op, _payload(op))
 
     _drive(compression.exchange(Bucket((piece.real(),)), state, ctx), answer)
-    if not (finite(piece.mean) or bool(torch.isfinite(piece.mean).all())):
+    if not all_finite(piece.mean):
         for kept in state.get(piece.spec.name, {}).values():
             kept.nan_to_num_(0.0, 0.0, 0.0)
         raise LoopError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import State
-from weft.runtime.checks.step_status import check_finite
+from weft.runtime.checks.finite import check_gradient
 from weft.runtime.record.clock import Spans
 from weft.runtime.server.client import PulledModel, ServerClient
 from weft.runtime.server.protocol import Hyper
@@ -142,7 +142,7 @@ class GpuServerClient:
         def push() -> None:
             copied.synchronize()
             if room is not None:
-                check_finite(name, room, step)
+                check_gradient(name, room, step)
             self.inner.push(name, room, step, self._values if into is not None else None)
 
         self._work.put(push)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.runtime.loop.logical_workers import BufferSlots
+from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.server.client import BundleRoute, ServerClient, wait_for
 from weft.runtime.server.protocol import PULLED
 from weft.synchrony import Synchrony, View

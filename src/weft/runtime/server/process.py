@@ -32,7 +32,7 @@ from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.world import World
-from weft.runtime.record.events import write_json
+from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
 from weft.runtime.server.bundle_state import BundleState, part_optimizer
 from weft.runtime.server.client import ServerClient

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece
-from weft.runtime.checks.step_status import finite
+from weft.runtime.checks.finite import all_finite
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.compressed_push import decode_push
 from weft.runtime.server.protocol import (
@@ -402,7 +402,7 @@ class ShardService:
             decode_push(self.compression, words, piece, Context(step=step, rank=worker, workers=1, seed=self.seed))
             grads.append(out.view(part.shape))
         for spec, grad in zip(kept.specs, grads, strict=True):
-            if grad is not None and not (finite(grad) or bool(torch.isfinite(grad).all())):
+            if grad is not None and not all_finite(grad):
                 what = f"the gradient of {spec.name} that {self._named(worker)} sent for step {step + 1} is not finite"
                 raise ValueError(f"{what}; lower the learning rate, or scale the loss down")
         push.keeps = self.compression.lossless

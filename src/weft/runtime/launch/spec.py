@@ -1,0 +1,126 @@
+"""What a run's launcher is told: job, workers, processes, servers, nodes, and where each process runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.errors import JobError, UserError
+from weft.runtime.launch.rendezvous import parse_address
+from weft.runtime.launch.world import check_network
+from weft.store.checkpoint import Policy
+from weft.strategy import Strategy
+from weft.transport.messaging import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one process of a run sits, if not simply here: what its command starts with, and its environment."""
+
+    enter: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to run, how, and where."""
+
+    job: str
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    processes: int | None = None
+    """How many processes carry the workers, in all; None: one each."""
+    servers: int = 0
+    """Processes beside them that keep the model, where the strategy has such."""
+    survives_worker_loss: bool = False
+    """Whether the others go on where a worker dies: nobody waits for everyone."""
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
+    key_file: Path | None = None
+    """What processes on several machines prove themselves with; one machine makes its own."""
+    external_ranks: int = 0
+    """So many of the processes, the last ones, are started by hand, with `weft join`."""
+    network: str = "untrusted"
+    """What lies between the nodes: `trusted` where nobody else is on it."""
+    strategy: Strategy | None = None
+    steps: int | None = None
+    seed: int | None = None
+    device: str = "auto"
+    out: Path | None = None
+    trace: bool = False
+    share_gpus: bool = False
+    policy: Policy | None = None
+    """When to save and what to keep; None: as the job says."""
+    resume: Path | None = None
+    """A checkpoint to go on from."""
+    grace_s: float = 0.0
+    """How long the processes may take to save and leave when the launcher is asked to end."""
+    seats: tuple[Seat, ...] = ()
+    """One for each process, servers last, where they sit on hosts of their own; empty: all of them here."""
+    module: str = "weft.runtime.launch.child"
+    """What each process runs; it is given the job and its arguments."""
+
+    @property
+    def count(self) -> int:
+        """Processes that carry workers."""
+        return self.processes if self.processes is not None else self.workers
+
+    def checked(self) -> Launch:
+        """Itself, or one sentence about what cannot be."""
+        count = self.count
+        if self.workers < 1:
+            raise UserError(f"-n is {self.workers}, but a run has at least one worker")
+        if not 1 <= count <= self.workers:
+            raise UserError(f"--processes is {count}, but must lie between 1 and the {self.workers} workers")
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps is {self.steps}, but a run takes at least one step")
+        if self.nodes < 1 or not 0 <= self.node_rank < self.nodes:
+            raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
+        if self.nodes > 1 and not self.rendezvous:
+            raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
+        if self.network not in ("trusted", "untrusted"):
+            raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
+        if self.servers and count < self.workers:
+            raise UserError("with parameter servers there is a process for each worker; leave out --processes")
+        self._check_meeting()
+        host = self.rendezvous.rpartition(":")[0]
+        if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
+            check_network(host)
+        if (count + self.servers) % self.nodes:
+            what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
+            raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")
+        gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
+        here = -(-count // self.nodes)
+        if self.device == "cuda" and not gpus:
+            raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
+        if gpus and here > gpus and not self.share_gpus:
+            raise JobError(
+                f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
+                "or --share-gpus (over Gloo, for trying things out)"
+            )
+        return self
+
+    def _check_meeting(self) -> None:
+        """What it takes to have servers on several machines, or to be joined."""
+        apart = self.servers and (self.nodes > 1 or self.rendezvous or self.external_ranks)
+        if self.external_ranks and not (self.servers and self.rendezvous):
+            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
+        if not 0 <= self.external_ranks < self.workers + self.servers:
+            raise UserError(f"--join is {self.external_ranks}, but at least one process is started here")
+        if apart and self.key_file is None:
+            raise UserError(
+                "parameter servers on several machines need --key-file F, the same everywhere; make one with "
+                "`weft key F` and copy it"
+            )
+        if apart:
+            parse_address(self.rendezvous)
+            Key.read(self.key_file or Path())
+
+    @property
+    def rendezvous_address(self) -> str:
+        """Where processes ask for servers and for seats, if not in a folder of this machine."""
+        return self.rendezvous if self.servers and self.rendezvous else ""

@@ -1,0 +1,211 @@
+"""Supervision of a run's processes: relay their output, notice failures, pass on termination, and end them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from weft.errors import WeftError
+from weft.runtime.launch.process_groups import TERMINATED, ended, signal_group
+from weft.runtime.launch.rendezvous import Rendezvous
+
+_GRACE_S = 2.0
+
+
+_DRAIN_S = 1.0
+
+
+_LONGEST_LINE = 1 << 16
+
+
+class JobFailedError(WeftError):
+    """A process of the run failed: what it was, its own traceback, and the exit status to leave with."""
+
+    def __init__(self, message: str, traceback: str, status: int) -> None:
+        super().__init__(message)
+        self.traceback, self.status = traceback, status
+
+
+class Terminated(WeftError):
+    """The launcher was asked to end, and the run left with it."""
+
+
+@dataclass
+class Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    server: bool = False
+    missed: bool = False
+    """Whether it was said that the others go on without it."""
+    rest: dict[int, bytes] = field(default_factory=dict)
+    """By pipe: the beginning of a line whose end is still to come."""
+    ended: bool = False
+    """Whether its end was noticed."""
+
+    def over(self) -> bool:
+        """Whether it has ended, and with it whatever it started."""
+        self.ended = self.ended or ended(self.process)
+        return self.ended
+
+
+def attend(
+    children: list[Child],
+    progress: IO[bytes],
+    on_line: Callable[[int, str], None],
+    on_progress: Callable[[dict[str, Any]], None],
+    survives_worker_loss: bool,
+    rendezvous_address: Rendezvous | None,
+) -> None:
+    """Relay output until every process has ended, or one has failed that the others cannot go on without."""
+    pipes = selectors.DefaultSelector()
+    told = b""
+    pipes.register(progress, selectors.EVENT_READ, None)
+    for child in children:
+        for pipe in (child.process.stdout, child.process.stderr):
+            assert pipe is not None
+            pipes.register(pipe, selectors.EVENT_READ, child)
+    while not all(child.over() for child in children):
+        for key, _ in pipes.select(timeout=0.1):
+            chunk = os.read(key.fd, 65536)
+            speaker: Child | None = key.data
+            if not chunk:
+                pipes.unregister(key.fileobj)
+            if speaker is None:
+                *lines, told = (told + chunk).split(b"\n")
+                for line in lines:
+                    on_progress(json.loads(line))
+            else:
+                _relay(speaker, key.fd, chunk, on_line)
+        failed = [child for child in children if child.over() and child.process.returncode not in (0, TERMINATED)]
+        if survives_worker_loss and any(
+            child.process.returncode in (None, 0) for child in children if not child.server
+        ):
+            for child in failed:
+                if not child.server and not child.missed:
+                    child.missed = True
+                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
+                    if rendezvous_address is not None:
+                        rendezvous_address.vacate(child.rank)
+            failed = [child for child in failed if child.server]
+        if failed:
+            time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
+            break
+    _drain(children, pipes, on_line)
+
+
+@contextmanager
+def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[threading.Event]:
+    """On SIGTERM let every process save and leave, for as long as the grace period lasts; a second one ends it."""
+    asked = threading.Event()
+    if not grace_s or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(*_: Any) -> None:
+        if asked.is_set():
+            raise Terminated("stopped at once: it was asked to twice")
+        asked.set()
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+        for child in children:
+            if child.process.returncode is None and not child.server:  # servers leave when all workers have
+                with suppress(ProcessLookupError):
+                    os.kill(child.process.pid, signal.SIGTERM)
+
+    def over(*_: Any) -> None:
+        raise Terminated(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
+
+    usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
+    try:
+        yield asked
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGALRM, timer)
+
+
+def _drain(children: list[Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
+    """Relay what processes that have ended left in their pipes.
+
+    Their groups have ended as well. A process that has left its group may hold a pipe open, which is not waited for.
+    """
+    over = {child.rank for child in children if child.over()}
+    for key in list(pipes.get_map().values()):
+        if key.data is None or key.data.rank not in over:
+            pipes.unregister(key.fileobj)
+    until = time.monotonic() + _DRAIN_S
+    while pipes.get_map() and (left := until - time.monotonic()) > 0:
+        for key, _ in pipes.select(timeout=left):
+            chunk = os.read(key.fd, 65536)
+            if not chunk:
+                pipes.unregister(key.fileobj)
+            _relay(key.data, key.fd, chunk, on_line)
+    for key in pipes.get_map().values():
+        _relay(key.data, key.fd, b"", on_line)
+
+
+def _relay(child: Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
+    """Hand on every whole line, as a terminal would show it in the end: a carriage return goes back to its start.
+
+    An empty chunk is the end. What a progress bar has overwritten is not kept, and a very long line comes in pieces.
+    """
+    *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
+    rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+    while len(rest) > _LONGEST_LINE or (rest and not chunk):
+        lines.append(rest[:_LONGEST_LINE])
+        rest = rest[_LONGEST_LINE:]
+    child.rest[fd] = rest
+    for line in lines:
+        on_line(child.rank, line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
+
+
+def _how(child: Child) -> str:
+    """How a process ended."""
+    status = child.process.returncode or 0
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
+
+
+def raise_first_failure(children: list[Child], folder: Path) -> None:
+    """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
+    words = {}
+    for child in children:
+        status = child.process.returncode if child.over() else None
+        file = folder / f"{child.rank}.json"
+        if file.exists():
+            words[child.rank] = json.loads(file.read_text(encoding="utf-8"))
+        elif status:
+            words[child.rank] = {"kind": "Death", "message": _how(child), "traceback": "", "user": False, "time": 0.0}
+    if not words:
+        return
+    rank = min(words, key=lambda rank: (words[rank]["kind"] == "PeerLost", words[rank]["time"]))
+    word = words[rank]
+    text = word["message"] if word["user"] else f"process {rank} of the run failed: {word['kind']}: {word['message']}"
+    if word["kind"] == "Death":
+        text = f"process {rank} of the run {word['message']}; the others were stopped"
+    raise JobFailedError(text, word["traceback"], 2 if word["user"] else 1)
+
+
+def end_all(children: list[Child]) -> None:
+    """Ask, wait, and then insist. Servers have nothing to save, and are not asked."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if not child.over():
+                signal_group(child.process, signal.SIGKILL if child.server else number)
+                signal_group(child.process, signal.SIGCONT)  # one that is stopped learns of it only then
+        until = time.monotonic() + _GRACE_S
+        while not all(child.over() for child in children) and time.monotonic() < until:
+            time.sleep(0.02)
+    for child in children:
+        child.process.wait()
+        for pipe in (child.process.stdout, child.process.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,120 @@
+"""Stamps of a step's phases, taken where they happen and handed to the recorder as whole steps."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from weft.runtime.record.clock import Clock, Spans, Stamp
+from weft.runtime.record.events import Recorder, Values
+
+
+class SpanSource(Protocol):
+    """Whoever knows when gradients were on the wire."""
+
+    @property
+    def spans(self) -> Spans: ...
+
+
+class ByteCounter(Protocol):
+    """Whoever puts gradients on the wire."""
+
+    @property
+    def sent_bytes(self) -> float: ...
+
+
+class PhaseTimer:
+    """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
+
+    def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
+        self.clock, self.recorder = clock, recorder
+        self.engine: SpanSource | None = None
+        self.sender: ByteCounter | None = None
+        self.values: Values = {}
+        self._handed_over = False
+        self.waited: list[tuple[Stamp, Stamp]] = []
+        self.updates: list[tuple[Stamp, Stamp]] = []
+        self._reset(clock.stamp())
+
+    def _reset(self, began: Stamp) -> None:
+        self.began = began
+        self.forward: list[Stamp] = []
+        self.backward: list[tuple[Stamp, Stamp]] = []
+        self.save_s: float | None = None
+        self.late, self.late_updates = self.waited, self.updates
+        """What the loop waits for from now on may still belong to the step that has just been handed over."""
+        self.waited, self.updates = [], []
+        self._bytes = self.sender.sent_bytes if self.sender else 0.0
+
+    def log(self, values: dict[str, Any], share: float) -> None:
+        """Values of the present step, from a worker with this share of its samples."""
+        for key, value in values.items():
+            self.values.setdefault(key, []).append((share, value))
+
+    def _fresh(self) -> None:
+        """Values from here on belong to a new step."""
+        if self._handed_over:
+            self.values, self._handed_over = {}, False
+
+    def forward_began(self, *_: Any) -> None:
+        self._fresh()
+        if self.recorder:
+            self.forward.append(self.clock.stamp())
+
+    def forward_ended(self, *_: Any) -> None:
+        if self.recorder:
+            self.forward.append(self.clock.stamp())
+
+    def backward_ended(self) -> None:
+        self._fresh()
+        if self.recorder:
+            start = self.forward[-1] if self.forward else self.began
+            self.backward.append((start, self.clock.stamp()))
+
+    def exchange_ended(self) -> None:
+        if self.recorder and self.backward:
+            self.waited.append((self.backward[-1][1], self.clock.stamp()))
+
+    def held_up(self, began: Stamp) -> None:
+        """The loop has waited for a parameter's update, which belongs to the step before."""
+        if self.recorder:
+            self.late.append((began, self.clock.stamp()))
+
+    def updated(self, began: Stamp) -> None:
+        """Some parameters were updated, in a step that was handed over before."""
+        if self.recorder:
+            self.late_updates.append((began, self.clock.stamp()))
+
+    def saved(self, held_up_s: float) -> None:
+        """A checkpoint was taken before the step that is about to begin."""
+        self.save_s = held_up_s
+
+    def optimizer_began(self) -> None:
+        self._fresh()
+        if self.recorder:
+            self.stepping = self.clock.stamp()
+            if not self.backward and self.forward:  # nobody to exchange with, so nobody saw backward end
+                self.backward.append((self.forward[-1], self.stepping))
+
+    def step_ended(self, step: int, samples: int) -> None:
+        """The optimizer has stepped; the step's own values may still come, until the next one begins."""
+        if self.recorder is None:
+            return
+        ended = self.clock.stamp()
+        spans = self.engine.spans if self.engine else Spans()
+        sent = self.sender.sent_bytes - self._bytes if self.sender else 0.0
+        stamps = {
+            "forward": list(zip(self.forward[::2], self.forward[1::2], strict=False)),
+            "backward": self.backward,
+            "waited": self.waited,
+            "optimizer": [(self.stepping, ended)],
+            "update": self.updates,
+            "encode": spans.encode,
+            "decode": spans.decode,
+            "wire": spans.wire,
+            "step": [(self.began, ended)],
+        }
+        self._handed_over = True
+        if self.save_s is not None:
+            self.values["save_s"] = [(1.0, self.save_s)]
+        self.recorder.add(step, stamps, sent, samples, self.values)
+        self._reset(ended)
