@@ -37,7 +37,8 @@ from weft.errors import LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.checkpoint.lifecycle import Lifecycle, policy_here
 from weft.runtime.checkpoint.state import Parts
-from weft.runtime.checks.step_status import StepStatus, check_batches
+from weft.runtime.checks.finite import LocalFiniteCheck
+from weft.runtime.checks.replicas import check_batches
 from weft.runtime.engine.engine import Engine
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.strategy_source import choose_strategy
@@ -176,7 +177,7 @@ class Run:
         self._gradients: Gradients | None = None
         self._served: Served | None = None
         self._late_changes: LateChanges | None = None
-        self._status = StepStatus((), (), lossless=True)
+        self._finite = LocalFiniteCheck((), ())
         self._model: nn.Module | None = None
         self._followed = False
         self._report: dict[str, Any] = {}
@@ -255,7 +256,7 @@ class Run:
             self._served.start()
         elif self._shares_memory:
             share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._lifecycle.timeout_s)
-            self._status = StepStatus(*zip(*model.named_parameters(), strict=True), lossless=True)
+            self._finite = LocalFiniteCheck(*zip(*model.named_parameters(), strict=True))
         elif not self.world.alone and wrapper is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
@@ -271,7 +272,7 @@ class Run:
                 folder=self.folder,
                 known=known,
             )
-            parts.gradients, self._status = self._gradients, self._gradients.status
+            parts.gradients = self._gradients
             self._late_changes = self._gradients.late_changes = LateChanges(
                 model, optimizer, followers, hooked=self._gradients.params
             )
@@ -282,7 +283,7 @@ class Run:
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
         elif wrapper is None:
             named = dict(model.named_parameters())
-            self._status = StepStatus(list(named), list(named.values()), lossless=True)
+            self._finite = LocalFiniteCheck(list(named), list(named.values()))
         if self._recorder and not hasattr(model, "_orig_mod"):
             model.register_forward_pre_hook(lambda module, _: self._phases.forward_began() if module.training else None)
             model.register_forward_hook(lambda module, *_: self._phases.forward_ended() if module.training else None)
@@ -512,7 +513,7 @@ class Run:
         if self._gradients is not None:
             self._gradients.check()
         else:
-            self._status.check_alone(self.step)
+            self._finite.check(self.step)
 
     def _check_by_hand(self) -> None:
         """Where no gradients were exchanged since the last step, there should be none."""
@@ -554,7 +555,7 @@ class Run:
         if self._gradients is not None:
             self._gradients.look_back()
         else:
-            self._status.look_back_alone(self.step)
+            self._finite.look_back(self.step)
 
     def _may_defer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Whether parameters can be updated as their gradients arrive; where not, say why."""

@@ -175,7 +175,7 @@ class Lifecycle:
     def _ask(self, *_: Any) -> None:
         self.asked = True
         if self.parts.gradients is not None:
-            self.parts.gradients.status.asked = True
+            self.parts.gradients.status.termination_requested = True
         if self.parts.served is not None:
             self.parts.served.asked = True
 

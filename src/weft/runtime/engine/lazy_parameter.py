@@ -1,8 +1,8 @@
 """A parameter that is late: its update is on its way, and the first to touch the parameter waits for it.
 
 While a parameter is late its class is `LazyParameter`, and torch asks that class before anything is done with it. So it
-does not matter who comes first: a layer's forward, tied weights, an average of the weights, `state_dict`, a print. On arrival it
-is an ordinary `nn.Parameter` again.
+does not matter who comes first: a layer's forward, tied weights, an average of the weights, `state_dict`, a print. On
+arrival it is an ordinary `nn.Parameter` again.
 """
 
 from __future__ import annotations
