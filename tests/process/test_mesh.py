@@ -14,7 +14,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from weft.errors import PeerLost
-from weft.transport.mesh import Mesh, Parcel, _meet, raw
+from weft.transport.mesh import Mesh, Parcel, _meet
+from weft.transport.tensor_bytes import raw
 
 
 @contextmanager

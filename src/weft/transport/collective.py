@@ -19,9 +19,11 @@ from weft.errors import PeerLost
 from weft.ops import All, Collective, Payload, Place, Recv, Scatter, Send, Sum, nbytes
 from weft.topology import Topology
 from weft.topology._parts import bounds
-from weft.topology.direct import Direct, add_into, add_wide, forest, wide
-from weft.topology.ring import Ring
-from weft.transport.mesh import Mesh, Parcel, raw
+from weft.topology.direct import add_into, add_wide, forest, wide
+from weft.transport.layout import Layout
+from weft.transport.mesh import Mesh, Parcel
+from weft.transport.payloads import pack, unpack
+from weft.transport.tensor_bytes import raw
 
 
 class Works(Protocol):
@@ -67,19 +69,6 @@ class Library:
             self.works[-1].get_future().add_done_callback(lambda _: act())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which process carries which logical workers: contiguous and as even as can be."""
-
-    workers: int
-    processes: int = 1
-    process: int = 0
-
-    def carried(self, process: int | None = None) -> range:
-        p = self.process if process is None else process
-        return range(p * self.workers // self.processes, (p + 1) * self.workers // self.processes)
-
-
 class Processes:
     """This process among its peers: performs collectives, one small agreement at a time, and counts bytes."""
 
@@ -116,7 +105,7 @@ class Processes:
             total = yield from self._sum([payload.cpu() for payload in payloads], tag)
             return home.copy_(total)
         layout, ranks = self.layout, self.layout.carried()
-        if isinstance(self.topology, Direct):
+        if self.topology.native == "direct":
             local = {(r, r + 1): payload for r, payload in zip(ranks, payloads, strict=True)}
             nodes = {(lo, hi): add_wide(local, lo, hi) for lo, hi in forest(0, layout.workers, ranks.start, ranks.stop)}
             if not self.connected:
@@ -126,7 +115,7 @@ class Processes:
             home += payload
         if not self.connected:
             return home
-        if isinstance(self.topology, Ring):
+        if self.topology.native == "all_reduce":
             self.sent_bytes += self.topology.wire_bytes(Sum, nbytes((home,)), layout.processes)
             work: Any = dist.all_reduce(home, async_op=True)
             watched = self.mesh.watch(work.get_future()) if self.mesh is not None else None
@@ -168,7 +157,7 @@ class Processes:
         if self.connected:
             size = nbytes(first)
             likes = [packed.new_empty(len(layout.carried(p)) * size) for p in range(layout.processes)]
-            if isinstance(self.topology, (Direct, Ring)) or len({like.numel() for like in likes}) > 1:
+            if self.topology.native or len({like.numel() for like in likes}) > 1:
                 everyone = yield from self._all_direct(packed, likes, tag)
             else:
                 everyone = [part for (part,) in (yield from self._lowered(All((packed,)), tag))]
@@ -331,38 +320,6 @@ _STATUS = _AGREEMENT + 1
 _RELAYED = 2**20
 
 
-# --- parts of a collective ------------------------------------------------------------------------------------------
-
-
-def cut(ops: Sequence[Collective], part: int, parts: int) -> list[Collective]:
-    """One of several parts of a collective, as each carried worker states it. Payloads are cut, not what they mean."""
-    if parts == 1:
-        return list(ops)
-    pieces: list[Collective] = []
-    for op in ops:
-        if isinstance(op, Sum):
-            pieces.append(Sum(op.payload.view(-1).tensor_split(parts)[part]))
-        else:
-            assert isinstance(op, All), "what goes to each worker is not cut"
-            pieces.append(All((pack(op.payload).tensor_split(parts)[part],)))
-    return pieces
-
-
-def joined(ops: Sequence[Collective], results: Sequence[list[Any]]) -> list[Any]:
-    """The parts' results, as if the collective had been performed at once; one for each carried worker."""
-    if len(results) == 1:
-        return results[0]
-    whole: list[Any] = []
-    for worker, op in enumerate(ops):
-        if isinstance(op, Sum):
-            whole.append(op.payload)  # each part was added up in its place
-            continue
-        assert isinstance(op, All)
-        rows = zip(*(part[worker] for part in results), strict=True)
-        whole.append([unpack(torch.cat([piece for (piece,) in row]), op.payload) for row in rows])
-    return whole
-
-
 def _size(part: Message) -> int:
     return len(part) if isinstance(part, memoryview) else nbytes((part,))
 
@@ -370,23 +327,3 @@ def _size(part: Message) -> int:
 def _lost(error: RuntimeError) -> PeerLost:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return PeerLost(f"an exchange with the other workers broke off: {reason}")
-
-
-def pack(payload: Payload) -> Tensor:
-    """A payload as bytes."""
-    parts = [part.contiguous().view(-1).view(torch.uint8) for part in payload]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack(row: Tensor, like: Payload) -> Payload:
-    """Bytes as a payload again, shaped as `like`; copied where a dtype asks for alignment."""
-    parts = []
-    at = 0
-    for part in like:
-        size = nbytes((part,))
-        chunk = row[at : at + size]
-        if chunk.storage_offset() % part.element_size():
-            chunk = chunk.clone()
-        parts.append(chunk.view(part.dtype).view(part.shape))
-        at += size
-    return tuple(parts)

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy
-import torch
-from torch import Tensor
 
 from weft.errors import JobError, PeerLost
 from weft.transport.heartbeat import Pulse, prepare
@@ -454,13 +452,6 @@ def _lost(rank: int, reason: str) -> PeerLost:
 
 def _wrong_size(rank: int, sent: int, expected: int) -> str:
     return f"worker process {rank} sent {sent} bytes where {expected} were expected"
-
-
-def raw(part: Tensor | memoryview) -> memoryview:
-    """A contiguous CPU tensor's own bytes."""
-    if isinstance(part, memoryview):
-        return part
-    return memoryview(part.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _tune(sock: socket.socket, timeout_s: float) -> None:

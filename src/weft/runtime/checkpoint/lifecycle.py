@@ -42,7 +42,8 @@ from weft.runtime.modes.all_reduce import ResumedLayout
 from weft.runtime.record.events import PhaseTimer, Recorder, append_line, lines_in, writing
 from weft.store.checkpoint import Policy, set_aside, sync, tidy
 from weft.strategy import Strategy
-from weft.transport.collective import Layout, Processes
+from weft.transport.collective import Processes
+from weft.transport.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft.errors import JobError, PeerLost, UserError
 from weft.runtime.launch.rendezvous import ask_where, parse_address, reach, say_here
 from weft.topology import Topology
-from weft.transport.collective import Layout
 from weft.transport.heartbeat import peer_timeout_s
+from weft.transport.layout import Layout
 from weft.transport.mesh import Mesh
 from weft.transport.messaging import Client, Key
 

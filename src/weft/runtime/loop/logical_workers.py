@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weft.errors import LoopError
-from weft.transport.collective import Layout
+from weft.transport.layout import Layout
 
 Share = float | Callable[[], float]
 """A worker's share of a step's joined batch. A function asks the other workers, with the first gradient of the step."""
