@@ -30,11 +30,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft import jobs
 from weft.errors import JobError, UserError, WeftError, nearest
 from weft.runtime.launch.process_groups import TERMINATED, ended, signal_group
-from weft.runtime.launch.rendezvous import Rendezvous, parse_address
+from weft.runtime.launch.rendezvous import Rendezvous
 from weft.runtime.launch.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.messaging import Key
+from weft.transport.tcp import format_address, parse_address
 
 _GRACE_S = 2.0
 _DRAIN_S = 1.0
@@ -112,9 +113,8 @@ class Launch:
         if self.servers and count < self.workers:
             raise UserError("with parameter servers there is a process for each worker; leave out --processes")
         self._check_meeting()
-        host = self.rendezvous.rpartition(":")[0]
-        if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
-            check_network(host)
+        if self.nodes > 1 and self.network != "trusted" and not self.servers:
+            check_network(parse_address(self.rendezvous)[0])
         if (count + self.servers) % self.nodes:
             what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
             raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")
@@ -357,15 +357,13 @@ def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
     if spec.nodes == 1 or spec.rendezvous_address:
         yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
         return
-    host, _, port = spec.rendezvous.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"--rendezvous is '{spec.rendezvous}', but must be HOST:PORT, as in 10.0.0.1:29500")
-    there = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
+    host, port = parse_address(spec.rendezvous)
+    there = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
     if spec.node_rank > 0:
         yield there
         return
-    with _listening(host, int(port)) as listener:
-        store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    with _listening(host, port) as listener:
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         yield there
         del store
 
@@ -384,7 +382,9 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> JobError:
     remedy = "another port" if "in use" in str(error) else "an address of this machine"
-    return JobError(f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}")
+    return JobError(
+        f"cannot listen on {format_address((host, port))}: {error.strerror or error}; give --rendezvous {remedy}"
+    )
 
 
 def _attend(
