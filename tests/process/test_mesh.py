@@ -14,7 +14,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from weft.errors import PeerLost
-from weft.transport.mesh import Mesh, Parcel, _meet, raw
+from weft.transport.mesh import Mesh
+from weft.transport.mesh_handshake import connect_all
+from weft.transport.parcel import Parcel
+from weft.transport.tcp import parse_address
+from weft.transport.tensor_bytes import raw
 
 
 @contextmanager
@@ -124,7 +128,7 @@ def beside_a_socket(timeout_s: float = 0.5) -> Iterator[tuple[Mesh, socket.socke
     """The mesh of process 0, and the bare socket of process 1, which does what it likes."""
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
-        met = pool.submit(_meet, 1, 2, "127.0.0.1", store)
+        met = pool.submit(connect_all, 1, 2, "127.0.0.1", store)
         mesh = Mesh(0, 2, "127.0.0.1", store, timeout_s)
         other = met.result(30)[0]
     with other:
@@ -139,7 +143,7 @@ def outcome(parcel: Parcel) -> BaseException | None:
         try:
             return waiting.exception(20)
         except TimeoutError:
-            parcel._one_done(PeerLost("the test's"))
+            parcel.finish_one(PeerLost("the test's"))
             raise
 
 
@@ -206,16 +210,15 @@ def test_a_message_of_another_size_is_an_error() -> None:
             other.post([], [(0, raw(torch.empty(4)))], 0).wait()
 
 
-def test_a_stranger_is_not_let_in() -> None:
-    """Somebody calls first, without the run's word; the run meets all the same."""
+def test_a_connection_without_the_token_is_closed() -> None:
+    """A connection without the run's token comes first; the processes connect all the same."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(Mesh, 0, 2, "127.0.0.1", store, 60.0)
-        host, port = store.get("weft/mesh/0").decode().rsplit(":", 1)
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(b"0123456789abcdef\0\0\0\1")
-            stranger.settimeout(10)
-            assert stranger.recv(1) == b"", "hung up on"
+        with socket.create_connection(parse_address(store.get("weft/mesh/0").decode())) as sock:
+            sock.sendall(b"0123456789abcdef\0\0\0\1")
+            sock.settimeout(10)
+            assert sock.recv(1) == b"", "hung up on"
         second = pool.submit(Mesh, 1, 2, "127.0.0.1", store, 60.0)
         one, other = first.result(30), second.result(30)
     room = torch.empty(1)

@@ -26,7 +26,7 @@ from weft.errors import JobError, PeerLost
 from weft.transport.messaging import Client, Key, Refused, Request, Server, Stranger
 from weft.transport.messaging import client as client_module
 from weft.transport.messaging.frames import HEAD_BYTES, Head, Kind, unpack
-from weft.transport.messaging.handshake import Guest, call
+from weft.transport.messaging.handshake import Caller, call
 from weft.transport.messaging.links import Link
 
 HERE = ("127.0.0.1", 0)
@@ -162,7 +162,7 @@ def test_one_side_encrypts_and_the_other_does_not(key: Key, encrypted: bool, mon
         Client(server.address, key, "worker 0", encrypted=not encrypted, retry_s=1.0).ask(ECHO).wait(WAIT_S)
 
 
-def test_idle_strangers_do_not_keep_out_an_asker_with_the_key(key: Key) -> None:
+def test_idle_unauthenticated_connections_do_not_keep_out_a_client_with_the_key(key: Key) -> None:
     with serving(Ledger(), key) as server:
         idle = [socket.create_connection(server.address) for _ in range(100)]
         askers = [Client(server.address, key, f"worker {rank}") for rank in range(3)]
@@ -199,16 +199,16 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
             ways[ready].sendall(some)
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then_is_given_up(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handshake_has_one_deadline_however_often_a_byte_comes(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
     hello = b"\x16\x03\x01\x02\x00\x01" + bytes(506)  # the beginning of a TLS handshake
-    with serving(Ledger(), key, encrypted=True) as server, socket.create_connection(server.address) as stranger:
-        stranger.settimeout(0.4)
+    with serving(Ledger(), key, encrypted=True) as server, socket.create_connection(server.address) as sock:
+        sock.settimeout(0.4)
         for byte in hello[:20]:
             with suppress(TimeoutError):
-                assert stranger.recv(1) == b""
+                assert sock.recv(1) == b""
                 return
-            stranger.sendall(bytes([byte]))
+            sock.sendall(bytes([byte]))
     pytest.fail("a handshake that does not end was waited for")
 
 
@@ -222,7 +222,7 @@ def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, m
     """127.0.0.2, called from 127.0.0.1, stands for another machine."""
     monkeypatch.setattr("weft.transport.messaging.handshake.PATIENCE_S", 1.0)
     with serving(Ledger(), key, encrypted=True, encrypt_loopback=False) as server:
-        for options in ({"encrypted": True, "even_here": False}, {"encrypted": False}):
+        for options in ({"encrypted": True, "encrypt_loopback": False}, {"encrypted": False}):
             asker = Client(server.address, key, "worker 0", **options)  # type: ignore[arg-type]
             assert bytes(asker.ask(ECHO, [view(b"hello")]).wait(WAIT_S)[0]) == b"hello"
             asker.close()
@@ -240,7 +240,7 @@ def test_what_stays_on_a_machine_may_go_unencrypted_and_nothing_else(key: Key, m
 def test_nobody_at_the_address() -> None:
     with socket.create_server(HERE) as free:
         address = free.getsockname()
-    with pytest.raises(PeerLost, match="nobody answers at 127"):
+    with pytest.raises(PeerLost, match="no server answers at 127"):
         Client(address, Key.fresh(), "worker 0", retry_s=0.3)
 
 
@@ -332,7 +332,7 @@ def test_an_asker_that_goes_is_named(key: Key) -> None:
         while not ledger.left and time.monotonic() < deadline:
             time.sleep(0.01)
         assert ledger.joined == ["worker 7"]
-        assert ledger.left == [("worker 7", "it said goodbye")]
+        assert ledger.left == [("worker 7", "it closed the link")]
 
 
 def test_a_server_that_freezes_is_given_up(key: Key) -> None:
@@ -387,10 +387,10 @@ def test_what_was_asked_before_its_reply_was_forgotten_does_not_count_again(
     monkeypatch.setattr("weft.transport.messaging.server._KEPT_S", 0.0)
     ledger = Ledger(1)
     with serving(ledger, key, grace_s=0.1) as server:
-        guest, frame = Guest(b"i" * 16, "worker 3"), Head(Kind.ONCE, ADD, 1).pack([4]) + bytes(4)
+        caller, frame = Caller(b"i" * 16, "worker 3"), Head(Kind.ONCE, ADD, 1).pack([4]) + bytes(4)
         kinds = []
         for said in range(2):
-            stream = call(server.address, guest, key, None, WAIT_S)
+            stream = call(server.address, caller, key, None, WAIT_S)
             stream.write([memoryview(frame)])
             reply, until = bytearray(HEAD_BYTES), time.monotonic() + WAIT_S
             while not stream.read(memoryview(reply)) and time.monotonic() < until:
@@ -486,7 +486,7 @@ def test_a_handler_that_fails_refuses_and_the_server_lives(key: Key) -> None:
 
     server = Server(HERE, key, handle)
     asker = Client(server.address, key, "worker 0")
-    with pytest.raises(Refused, match="the server failed at that"):
+    with pytest.raises(Refused, match="the server failed on this request"):
         asker.ask(NEVER).wait(WAIT_S)
     asker.ask(ECHO).wait(WAIT_S)
     asker.close()
@@ -564,7 +564,7 @@ def _numbers(file: Path, word: str) -> list[int]:
     return [int(each[1]) for each in split if len(each) == 2 and each[0] == word]
 
 
-# --- strangers and liars ----------------------------------------------------------------------------------------------
+# --- unauthenticated connections, and liars with the key --------------------------------------------------------------
 
 FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "100000"))
 
@@ -591,7 +591,7 @@ def junk(rng: random.Random, counted: list[bytes]) -> bytes:
             return bytes(a ^ (rng.random() < 0.1) * rng.randrange(256) for a in whole)
 
 
-def test_strangers_change_nothing(key: Key) -> None:
+def test_unauthenticated_connections_change_nothing(key: Key) -> None:
     """Without the key nothing is even read as a frame: each connection ends at the hello."""
     rng, ledger = random.Random(3), Ledger(1000)
     with serving(ledger, key, max_frame_bytes=1 << 20) as server:
@@ -614,7 +614,7 @@ def test_liars_with_the_key_break_only_their_own_links(key: Key) -> None:
     with serving(ledger, key, max_frame_bytes=1 << 20) as server:
         memory, sent, number = memory_bytes(), 0, 0
         while sent < FRAMES:
-            stream = client_module.call(server.address, client_module.Guest(b"liar" * 4, "liar"), key, None, WAIT_S)
+            stream = client_module.call(server.address, client_module.Caller(b"liar" * 4, "liar"), key, None, WAIT_S)
             stream.sock.settimeout(WAIT_S)
             counted = []
             for _ in range(8):

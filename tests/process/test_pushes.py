@@ -21,8 +21,8 @@ from weft.runtime.server.compressed_push import said
 from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Range
-from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Key, Refused
+from weft.transport.tensor_bytes import raw
 
 SPEC = Spec("w", (40, 25))
 WAIT_S = 20

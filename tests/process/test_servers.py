@@ -34,9 +34,9 @@ from weft.runtime.server.protocol import BEGIN, PUSH, Verb
 from weft.runtime.server.service import Loss, ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles
-from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Key, Refused
 from weft.transport.messaging.frames import Head, Kind
+from weft.transport.tensor_bytes import raw
 
 WAIT_S = 30.0
 CONTEXT = multiprocessing.get_context("forkserver")

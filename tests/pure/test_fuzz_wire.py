@@ -25,8 +25,8 @@ from weft.errors import PayloadError
 from weft.ops import All, Op, Payload, Scatter, Spec, Sum, nbytes
 from weft.runtime.server.compressed_push import decode_push, encode_push
 from weft.transport import loopback
-from weft.transport.collective import pack, unpack
-from weft.transport.mesh import raw
+from weft.transport.payloads import pack, unpack
+from weft.transport.tensor_bytes import raw
 
 FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "6000"))
 EVERY = list(dict.fromkeys([*compressors.args[1], *(ErrorFeedback(inner=inner) for inner in lossy)]))

@@ -15,7 +15,7 @@ from weft.errors import LoopError, PayloadError
 from weft.ops import Spec
 from weft.runtime.server.compressed_push import decode_push, encode_push
 from weft.strategy import Strategy
-from weft.transport.mesh import raw
+from weft.transport.tensor_bytes import raw
 
 
 @compressors

@@ -27,7 +27,7 @@ from weft.store import checkpoint, shards
 from weft.store.checkpoint import Manifest, Policy
 from weft.store.plain import plain, tensors_in, value
 from weft.store.shards import DamagedError
-from weft.transport.collective import Layout
+from weft.transport.layout import Layout
 
 FLIPS_IN_CI = 0.05
 HISTORIES_IN_CI = 100

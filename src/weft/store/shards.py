@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UserError
-from weft.transport.mesh import raw
+from weft.transport.tensor_bytes import raw
 
 _DTYPES = {
     "BOOL": torch.bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from weft.axis import Answer
 from weft.ops import Collective, Flow, Place
@@ -19,6 +19,11 @@ class Topology(Answer, ABC):
     """Whether an exchange takes every worker."""
     exact: ClassVar[bool]
     """Whether a sum has the same bits on any number of processes, with any buckets and any schedule."""
+    native: ClassVar[Literal["", "direct", "all_reduce"]] = ""
+    """The native form of a sum, which the transport uses instead of `lower`; empty: there is none.
+
+    `direct`: messages, added in one fixed tree over ranks. `all_reduce`: the collective library's own.
+    """
 
     @property
     def encrypts(self) -> bool:

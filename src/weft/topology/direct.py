@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Direct(Topology):
 
     collective: ClassVar[bool] = True
     exact: ClassVar[bool] = True
+    native: ClassVar[Literal["", "direct", "all_reduce"]] = "direct"
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         n = place.workers

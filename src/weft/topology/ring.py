@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 from weft.ops import All, Collective, Flow, Payload, Place, Recv, Scatter, Send, Sum
 from weft.topology import Topology
@@ -18,6 +18,7 @@ class Ring(Topology):
 
     collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
+    native: ClassVar[Literal["", "direct", "all_reduce"]] = "all_reduce"
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
         n = place.workers

@@ -1,1 +1,6 @@
-"""Carry: three interpreters. `loopback` says what flows mean, `virtual` what they cost, `collective` runs them."""
+"""Three interpreters of flows, and the connections under them.
+
+`loopback` defines the meaning of a flow, `virtual` its cost, `collective` performs it between processes. `collective`
+uses `mesh` for messages between CPU processes; parameter servers use `messaging`. Both stand on `tcp` and
+`selector_loop`.
+"""

@@ -1,8 +1,8 @@
-"""The real interpreter for exchanges that take everyone: collectives by c10d, messages by our own mesh on CPU.
+"""The interpreter that runs collectives between processes: by c10d, and by messages of the mesh on CPU.
 
-A process carries one or several logical workers. The flows of its workers go in lockstep: each states the same
-intent, the process performs it once. `direct` and `ring` have native forms here (a test holds them equal to their
-lowered flows); any other topology is lowered to messages and carried as it is. Between GPUs NCCL carries messages too.
+A process carries one or several logical workers. The flows of its workers run in lockstep: each yields the same
+intent, and the process performs it once. A topology with a native sum (`Topology.native`) uses that, and a test
+compares it with the lowered flow; any other topology is lowered to messages. Between GPUs NCCL carries the messages.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from weft.errors import PeerLost
 from weft.ops import All, Collective, Payload, Place, Recv, Scatter, Send, Sum, nbytes
 from weft.topology import Topology
 from weft.topology._parts import bounds
-from weft.topology.direct import Direct, add_into, add_wide, forest, wide
-from weft.topology.ring import Ring
-from weft.transport.mesh import Mesh, Parcel, raw
+from weft.topology.direct import add_into, add_wide, forest, wide
+from weft.transport.layout import Layout
+from weft.transport.mesh import Mesh
+from weft.transport.parcel import Parcel
+from weft.transport.payloads import pack, unpack
+from weft.transport.tensor_bytes import raw
 
 
 class Works(Protocol):
-    """What was put on the wire together."""
+    """Operations that were issued together."""
 
     @property
     def at_once(self) -> bool:
-        """Whether waiting holds up no thread: what follows on the same stream waits by itself."""
+        """Whether `wait` does not block the thread: later work on the same CUDA stream waits by itself."""
 
     def wait(self) -> None: ...
     def then(self, act: Callable[[], None]) -> None: ...
@@ -37,20 +40,20 @@ class Works(Protocol):
 
 Message = Tensor | memoryview
 Wire = Generator[Works, None, Any]
-"""Yields what it has put on the wire; resumed when that is done; returns one result per carried worker."""
+"""Yields the operations that it has issued, is resumed when they are done, returns a result for each carried worker."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Works of the collective library."""
+    """Works of c10d."""
 
     works: Sequence[Any]
     at_once: bool = False
     watched: Parcel | None = None
-    """Done with the last of them, or when a peer falls silent, which the library would notice much later."""
+    """Done with the last work, or failed when a peer falls silent, which c10d would notice much later."""
 
     def wait(self) -> None:
-        """Until all are done; a peer that went away is named as such."""
+        """Block until all works are done. Raises PeerLost where c10d fails or a peer falls silent."""
         if self.watched is not None:
             self.watched.wait()
         try:
@@ -60,45 +63,32 @@ class Library:
             raise _lost(error) from error
 
     def then(self, act: Callable[[], None]) -> None:
-        """Call `act` when the last is done: collectives of one group end in their order."""
+        """Call `act` when the last work is done: collectives of one group complete in their order."""
         if self.watched is not None:
             self.watched.then(act)
         else:
             self.works[-1].get_future().add_done_callback(lambda _: act())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which process carries which logical workers: contiguous and as even as can be."""
-
-    workers: int
-    processes: int = 1
-    process: int = 0
-
-    def carried(self, process: int | None = None) -> range:
-        p = self.process if process is None else process
-        return range(p * self.workers // self.processes, (p + 1) * self.workers // self.processes)
-
-
 class Processes:
-    """This process among its peers: performs collectives, one small agreement at a time, and counts bytes."""
+    """This process among its peers: performs collectives and small agreements, and counts the bytes that it sends."""
 
     def __init__(self, topology: Topology, layout: Layout, *, staged: bool = False, mesh: Mesh | None = None) -> None:
         self.topology, self.layout = topology, layout
-        self.staged = staged  # Gloo carries CPU memory only; tensors elsewhere go through it
+        self.staged = staged  # Gloo carries CPU memory only; tensors of other devices are copied through it
         self.connected = dist.is_initialized()
         self.nccl = self.connected and dist.get_backend() == "nccl"
-        self.talk = mesh  # agreements pass through the host, so that no GPU has to be waited for
+        self.talk = mesh  # agreements use the host, so that they do not wait for a GPU
         self.mesh = None if self.nccl else mesh
         self.teller: Callable[[Sequence[int]], list[list[int]]] | None = None
-        """Who carries agreements where there are servers and no process group."""
+        """Performs agreements where there are servers and no process group."""
         self.sent_bytes = 0.0
         self.scratch: dict[Any, tuple[Tensor, Message]] = {}
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
     def perform(self, ops: Sequence[Any], tag: int) -> Wire:
-        """One collective, stated by every carried worker; each result stands where its worker does."""
+        """One collective, yielded by every carried worker; returns one result for each, in their order."""
         match ops[0]:
             case Sum():
                 total = yield from self._sum([op.payload for op in ops], tag)
@@ -116,7 +106,7 @@ class Processes:
             total = yield from self._sum([payload.cpu() for payload in payloads], tag)
             return home.copy_(total)
         layout, ranks = self.layout, self.layout.carried()
-        if isinstance(self.topology, Direct):
+        if self.topology.native == "direct":
             local = {(r, r + 1): payload for r, payload in zip(ranks, payloads, strict=True)}
             nodes = {(lo, hi): add_wide(local, lo, hi) for lo, hi in forest(0, layout.workers, ranks.start, ranks.stop)}
             if not self.connected:
@@ -126,7 +116,7 @@ class Processes:
             home += payload
         if not self.connected:
             return home
-        if isinstance(self.topology, Ring):
+        if self.topology.native == "all_reduce":
             self.sent_bytes += self.topology.wire_bytes(Sum, nbytes((home,)), layout.processes)
             work: Any = dist.all_reduce(home, async_op=True)
             watched = self.mesh.watch(work.get_future()) if self.mesh is not None else None
@@ -159,20 +149,20 @@ class Processes:
         return home
 
     def _all(self, payloads: list[Payload], tag: int) -> Wire:
-        """Everyone's payloads, packed into bytes so that one message carries a tuple of any dtypes."""
+        """The payloads of all workers, packed into bytes so that one message carries a tuple of any dtypes."""
         layout, first = self.layout, payloads[0]
         packed = torch.cat([pack(payload) for payload in payloads])
         if self.staged:
             packed = packed.cpu()
-        everyone = [packed]
+        gathered = [packed]
         if self.connected:
             size = nbytes(first)
             likes = [packed.new_empty(len(layout.carried(p)) * size) for p in range(layout.processes)]
-            if isinstance(self.topology, (Direct, Ring)) or len({like.numel() for like in likes}) > 1:
-                everyone = yield from self._all_direct(packed, likes, tag)
+            if self.topology.native or len({like.numel() for like in likes}) > 1:
+                gathered = yield from self._all_direct(packed, likes, tag)
             else:
-                everyone = [part for (part,) in (yield from self._lowered(All((packed,)), tag))]
-        whole = torch.cat(everyone).to(first[0].device).view(layout.workers, -1)
+                gathered = [part for (part,) in (yield from self._lowered(All((packed,)), tag))]
+        whole = torch.cat(gathered).to(first[0].device).view(layout.workers, -1)
         return [unpack(row, first) for row in whole]
 
     def _all_direct(self, packed: Tensor, likes: list[Tensor], tag: int) -> Wire:
@@ -183,9 +173,9 @@ class Processes:
         return likes
 
     def _scatter(self, ops: Sequence[Scatter], tag: int) -> Wire:
-        """Worker to worker, one message per pair of processes; inside a process parts change hands in memory."""
+        """One message for each pair of processes; parts for a worker of the same process stay in memory."""
         layout, ranks, me = self.layout, self.layout.carried(), self.layout.process
-        likes = [op.parts[rank] for op, rank in zip(ops, ranks, strict=True)]  # what others send me is shaped alike
+        likes = [op.parts[rank] for op, rank in zip(ops, ranks, strict=True)]  # as others send them
         rows = {me: self._home(torch.cat([pack(op.parts[to]) for to in ranks for op in ops]))}
         sends, recvs = [], []
         for p in range(layout.processes):
@@ -208,11 +198,11 @@ class Processes:
         return got
 
     def _home(self, packed: Tensor) -> Tensor:
-        """Where messages leave from."""
+        """A packed payload on the device that messages are sent from."""
         return packed.cpu() if self.staged else packed
 
     def _lowered(self, op: Collective, tag: int) -> Wire:
-        """Any topology, carried message by message between processes."""
+        """A collective of any topology, performed as the messages that it is lowered to."""
         place = Place(workers=self.layout.processes)
         flow = self.topology.lower(op, self.layout.process, place)
         result: Any = None
@@ -232,7 +222,7 @@ class Processes:
             return stop.value
 
     def _post(self, sends: Sequence[tuple[int, Message]], recvs: Sequence[tuple[int, Message]], tag: int) -> Works:
-        """Issue messages; empty ones are left out on both sides."""
+        """Issue messages; both sides leave out empty ones."""
         sends = [(to, part) for to, part in sends if _size(part)]
         recvs = [(source, part) for source, part in recvs if _size(part)]
         self.sent_bytes += sum(_size(part) for _, part in sends)
@@ -246,14 +236,14 @@ class Processes:
             raise _lost(error) from error
 
     def _pieces(self, flat: Tensor, cuts: Sequence[tuple[int, int]]) -> list[Message]:
-        """Ranges of a tensor as messages; plain memory where that will do, since a tensor takes longer to make."""
+        """Ranges of a tensor as messages: as memoryviews for the mesh, which are cheaper to make than tensors."""
         if self.mesh is None:
             return [flat[a:b] for a, b in cuts]
         memory, width = raw(flat), flat.element_size()
         return [memory[a * width : b * width] for a, b in cuts]
 
     def _room(self, key: tuple[int, int, int, torch.dtype, torch.device]) -> tuple[Tensor, Message]:
-        """Memory for what arrives, kept from step to step."""
+        """Memory for parts that arrive, reused in every step."""
         if key not in self.scratch:
             _, _, numel, dtype, device = key
             room = torch.empty(numel, dtype=dtype, device=device)
@@ -263,7 +253,7 @@ class Processes:
     # --- agreements, outside of steps -------------------------------------------------------------------------------
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Everyone gets process 0's values, in place."""
+        """Broadcast the values of process 0 to all processes, in place."""
         if not self.connected or not tensors:
             return
         payload = tuple(tensor.detach() for tensor in tensors)
@@ -278,11 +268,11 @@ class Processes:
                 tensor.copy_(value)
 
     def _relay(self, packed: Tensor) -> None:
-        """From process to process, in pieces, so that all links are busy at once."""
+        """A pipelined broadcast from process to process, in pieces, so that all links are busy at once."""
         assert self.mesh is not None
         me, last = self.layout.process, self.layout.processes - 1
         sent = []
-        for piece in packed.split(_RELAYED):
+        for piece in packed.split(_RELAY_BYTES):
             if me > 0:
                 self.mesh.post([], [(me - 1, raw(piece))], _AGREEMENT).wait()
             if me < last:
@@ -291,7 +281,7 @@ class Processes:
             parcel.wait()
 
     def tell(self, values: Sequence[int]) -> list[list[int]]:
-        """Everyone's numbers, by process: the same count from each."""
+        """All-gather a list of integers, of the same length in every process; returns one list for each process."""
         if self.teller is not None:
             return self.teller(values)
         if self.talk is None or not values:
@@ -299,17 +289,17 @@ class Processes:
         return _tell(self.talk, self.layout, values, _AGREEMENT).heard()
 
     def tell_later(self, values: Callable[[], Sequence[int]]) -> Telling:
-        """The same beside a step's exchange: everyone's numbers when they are asked for."""
+        """`tell` beside the exchange of a step: returns at once, and the result waits."""
         mine = values()
         return Telling(lambda: [list(mine)]) if self.talk is None else _tell(self.talk, self.layout, mine, _STATUS)
 
 
 @dataclass(frozen=True)
 class Telling:
-    """Numbers that are on their way."""
+    """An all-gather of integers that was issued."""
 
     heard: Callable[[], list[list[int]]]
-    """Everyone's, by process; waits for them."""
+    """Waits, then returns the list of each process."""
 
 
 def _tell(mesh: Mesh, layout: Layout, values: Sequence[int], tag: int) -> Telling:
@@ -326,41 +316,9 @@ def _tell(mesh: Mesh, layout: Layout, values: Sequence[int], tag: int) -> Tellin
 
 
 _AGREEMENT = 2**63
-"""The tag of what is not a bucket's."""
+"""The tag of agreements; buckets have lower ones."""
 _STATUS = _AGREEMENT + 1
-_RELAYED = 2**20
-
-
-# --- parts of a collective ------------------------------------------------------------------------------------------
-
-
-def cut(ops: Sequence[Collective], part: int, parts: int) -> list[Collective]:
-    """One of several parts of a collective, as each carried worker states it. Payloads are cut, not what they mean."""
-    if parts == 1:
-        return list(ops)
-    pieces: list[Collective] = []
-    for op in ops:
-        if isinstance(op, Sum):
-            pieces.append(Sum(op.payload.view(-1).tensor_split(parts)[part]))
-        else:
-            assert isinstance(op, All), "what goes to each worker is not cut"
-            pieces.append(All((pack(op.payload).tensor_split(parts)[part],)))
-    return pieces
-
-
-def joined(ops: Sequence[Collective], results: Sequence[list[Any]]) -> list[Any]:
-    """The parts' results, as if the collective had been performed at once; one for each carried worker."""
-    if len(results) == 1:
-        return results[0]
-    whole: list[Any] = []
-    for worker, op in enumerate(ops):
-        if isinstance(op, Sum):
-            whole.append(op.payload)  # each part was added up in its place
-            continue
-        assert isinstance(op, All)
-        rows = zip(*(part[worker] for part in results), strict=True)
-        whole.append([unpack(torch.cat([piece for (piece,) in row]), op.payload) for row in rows])
-    return whole
+_RELAY_BYTES = 2**20
 
 
 def _size(part: Message) -> int:
@@ -370,23 +328,3 @@ def _size(part: Message) -> int:
 def _lost(error: RuntimeError) -> PeerLost:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return PeerLost(f"an exchange with the other workers broke off: {reason}")
-
-
-def pack(payload: Payload) -> Tensor:
-    """A payload as bytes."""
-    parts = [part.contiguous().view(-1).view(torch.uint8) for part in payload]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack(row: Tensor, like: Payload) -> Payload:
-    """Bytes as a payload again, shaped as `like`; copied where a dtype asks for alignment."""
-    parts = []
-    at = 0
-    for part in like:
-        size = nbytes((part,))
-        chunk = row[at : at + size]
-        if chunk.storage_offset() % part.element_size():
-            chunk = chunk.clone()
-        parts.append(chunk.view(part.dtype).view(part.shape))
-        at += size
-    return tuple(parts)

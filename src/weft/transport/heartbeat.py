@@ -1,16 +1,16 @@
-"""Signs of life between processes, which do not need Python's interpreter lock.
+"""Heartbeats between processes that do not need Python's interpreter lock.
 
-A job may hold the lock for a minute (a large `pickle.load`, a sort, an extension that never lets go), and no Python
-thread of its process speaks meanwhile. So a thread of heartbeat.cpp sends one byte each interval over a connection of
-its own to each peer, and counts how long each has been silent. SIGSTOP, a frozen machine and a cut cable stop it, the
-lock does not. Without a compiler a Python thread does the same; a beat says which kind its sender is, and a sender in
-Python may be silent for `WITHOUT_NATIVE_S` seconds.
+A job may hold the lock for a minute (a large `pickle.load`, a sort, an extension that never releases it), and no Python
+thread of its process runs meanwhile. So a thread of heartbeat.cpp sends one byte each interval over a separate
+connection to each peer, and measures how long each peer has been silent. SIGSTOP, a frozen machine and a cut cable stop
+these heartbeats; the lock does not. Without a compiler a Python thread does the same. A heartbeat names the kind of its
+sender, and a sender in Python may be silent for `WITHOUT_NATIVE_S` seconds.
 
-A heartbeat proves nothing but that bytes arrive. Its connection is opened with the same proof as the one that carries
-data (messaging: the run's key, within TLS where the network is not trusted; the mesh: the run's word), and carries
-nothing else afterwards, outside of TLS. Who can write to the network in between can make a dead process look
-alive until `WEFT_TIMEOUT_S`, or cut the connection, which he could do to any connection; he learns nothing, and no
-byte of it is ever interpreted.
+A heartbeat proves only that bytes arrive. Its connection is authenticated in the same way as the one that carries data
+(messaging: the run's key, within TLS on an untrusted network; the mesh: the run's token), and carries nothing else
+afterwards, outside of TLS. An attacker who can write to the network can make a dead process look alive until
+`WEFT_TIMEOUT_S`, or cut the connection, as with any connection. He learns nothing, and only the kind of the sender is
+read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import ctypes
 import functools
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -29,18 +28,18 @@ from typing import Protocol
 
 from weft.errors import UserError
 from weft.kernels.build import load
+from weft.transport.tcp import tune_heartbeat
 
 WITHOUT_NATIVE_S = 60.0
-"""How long a peer may be silent whose heartbeats need the interpreter lock."""
+"""Limit for the silence of a peer whose heartbeats need the interpreter lock."""
 _SOURCE = Path(__file__).with_name("heartbeat.cpp")
 _FLAGS = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
-_TCP_THIN_LINEAR_TIMEOUTS = 16
 _PYTHON = 2
-"""What a beat says of its sender; heartbeat.cpp has the other."""
+"""The byte of a sender in Python; heartbeat.cpp has that of the native one."""
 
 
 def seconds(name: str, default: float, env: Mapping[str, str] = os.environ) -> float:
-    """An environment variable that says how long something may take."""
+    """The value of an environment variable in seconds. Raises UserError where it is not a positive number."""
     try:
         value = float(env.get(name) or default)
     except ValueError:
@@ -51,29 +50,27 @@ def seconds(name: str, default: float, env: Mapping[str, str] = os.environ) -> f
 
 
 def peer_timeout_s(env: Mapping[str, str] = os.environ) -> float:
-    """How long it may take until a peer that shows no sign of life is named."""
+    """Limit in seconds until a peer without a sign of life is named."""
     return seconds("WEFT_PEER_TIMEOUT_S", 5.0, env)
 
 
 class Pulse:
-    """One connection over which two processes show each other that they run."""
+    """One connection that carries heartbeats in both directions."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes the socket over."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if sys.platform == "linux":  # on a crowded link a lost beat is sent again every 0.2 s, not ever more seldom
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
+        """Takes over the socket."""
+        tune_heartbeat(sock)
         self._heart = _heart(os.getpid())
         self._place = self._heart.add(sock.detach())
         self._closed = False
 
     def silent_s(self) -> float | None:
-        """Seconds since the last sign of life, as far as this process itself ran; None: the connection has ended."""
+        """Seconds since the last heartbeat, counted while this process itself ran; None: the connection has ended."""
         silent = -1.0 if self._closed else self._heart.silent(self._place)
         return None if silent < 0 else silent
 
     def limit_s(self, patience_s: float) -> float:
-        """How long the peer may be silent."""
+        """Limit for the silence of the peer, in seconds: longer where its heartbeats come from Python."""
         slow = not self._closed and self._heart.sender(self._place) == _PYTHON
         return max(patience_s, WITHOUT_NATIVE_S) if slow else patience_s
 
@@ -84,12 +81,12 @@ class Pulse:
 
 
 def prepare() -> None:
-    """Do what takes long, a compilation, before a peer counts on heartbeats."""
+    """Compile and start the heartbeats of this process, before a peer expects them."""
     _heart(os.getpid())
 
 
 class _Heart(Protocol):
-    """What beats for all connections of a process."""
+    """The sender and receiver of all heartbeats of a process."""
 
     def add(self, fd: int) -> int: ...
     def silent(self, place: int) -> float: ...
@@ -99,7 +96,7 @@ class _Heart(Protocol):
 
 @functools.cache
 def _heart(pid: int) -> _Heart:
-    """This process's; a fork has one of its own."""
+    """The instance of this process; a fork has its own."""
     interval_s = min(0.25, peer_timeout_s() / 10)
     library = load(_SOURCE, _FLAGS, f"a worker that holds Python's lock for {WITHOUT_NATIVE_S:g} s is taken for dead")
     return _Native(library, interval_s) if library is not None else _Threaded(interval_s)

@@ -44,7 +44,8 @@ from weft.runtime.record.files import append_line, lines_in, writing
 from weft.runtime.record.phases import PhaseTimer
 from weft.store.checkpoint import Policy, set_aside, sync, tidy
 from weft.strategy import Strategy
-from weft.transport.collective import Layout, Processes
+from weft.transport.collective import Processes
+from weft.transport.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from weft.store.plain import Tree, plain, value
 from weft.store.shards import DamagedError
 from weft.strategy import Strategy, wrapped
 from weft.threads import start_serial_thread
-from weft.transport.collective import Layout
+from weft.transport.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from weft.runtime.record.clock import Clock, Spans, Stamp
 from weft.schedule import Slot, Timetable
 from weft.strategy import Strategy
 from weft.threads import start_serial_thread
-from weft.transport.collective import Processes, Wire, Works, cut, joined
+from weft.transport.collective import Processes, Wire, Works
+from weft.transport.payloads import cut, joined
 
 
 class Engine:

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft import jobs
 from weft.errors import JobError, UserError, nearest
 from weft.runtime.launch.process_groups import TERMINATED
-from weft.runtime.launch.rendezvous import Rendezvous, parse_address
+from weft.runtime.launch.rendezvous import Rendezvous
 from weft.runtime.launch.spec import Launch
 from weft.runtime.launch.supervise import (
     Child,
@@ -35,6 +35,7 @@ from weft.runtime.launch.supervise import (
     raise_first_failure,
 )
 from weft.transport.messaging import Key
+from weft.transport.tcp import format_address, parse_address
 
 
 def find_job(name: str) -> Path:
@@ -213,15 +214,13 @@ def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
     if spec.nodes == 1 or spec.rendezvous_address:
         yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
         return
-    host, _, port = spec.rendezvous.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"--rendezvous is '{spec.rendezvous}', but must be HOST:PORT, as in 10.0.0.1:29500")
-    there = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
+    host, port = parse_address(spec.rendezvous)
+    there = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
     if spec.node_rank > 0:
         yield there
         return
-    with _listening(host, int(port)) as listener:
-        store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    with _listening(host, port) as listener:
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         yield there
         del store
 
@@ -240,4 +239,6 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> JobError:
     remedy = "another port" if "in use" in str(error) else "an address of this machine"
-    return JobError(f"cannot listen on {host}:{port}: {error.strerror or error}; give --rendezvous {remedy}")
+    return JobError(
+        f"cannot listen on {format_address((host, port))}: {error.strerror or error}; give --rendezvous {remedy}"
+    )

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import JobError, UserError
+from weft.errors import JobError
 from weft.transport.messaging import Client, Key, Request, Server
+from weft.transport.tcp import parse_address
 
 _SERVER = struct.Struct("!I")
 
@@ -142,10 +143,3 @@ def take_assignment(rendezvous: Client, timeout_s: float) -> Assignment:
             "use the same version of Weft on both sides"
         )
     return seating
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"'{text}' is no address; write HOST:PORT, as in 10.0.0.1:29500")
-    return host.strip("[]"), int(port)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from weft.errors import JobError, UserError
-from weft.runtime.launch.rendezvous import parse_address
+from weft.transport.tcp import parse_address
 from weft.runtime.launch.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
@@ -87,9 +87,8 @@ class Launch:
         if self.servers and count < self.workers:
             raise UserError("with parameter servers there is a process for each worker; leave out --processes")
         self._check_meeting()
-        host = self.rendezvous.rpartition(":")[0]
-        if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
-            check_network(host)
+        if self.nodes > 1 and self.network != "trusted" and not self.servers:
+            check_network(parse_address(self.rendezvous)[0])
         if (count + self.servers) % self.nodes:
             what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
             raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")

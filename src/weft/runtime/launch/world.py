@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import JobError, PeerLost, UserError
-from weft.runtime.launch.rendezvous import ask_where, parse_address, reach, say_here
+from weft.runtime.launch.rendezvous import ask_where, reach, say_here
 from weft.topology import Topology
-from weft.transport.collective import Layout
 from weft.transport.heartbeat import peer_timeout_s
+from weft.transport.layout import Layout
 from weft.transport.mesh import Mesh
 from weft.transport.messaging import Client, Key
+from weft.transport.tcp import format_address, parse_address
 
 _RENDEZVOUS_S = 60.0
 
@@ -169,7 +170,7 @@ class World:
 
     def announce(self, server: int, address: tuple[str, int]) -> None:
         """Say where a server listens."""
-        text = "{}:{}".format(*address)
+        text = format_address(address)
         if self.rendezvous:
             with self.at_rendezvous() as rendezvous:
                 say_here(rendezvous, server, text, _RENDEZVOUS_S)
@@ -199,8 +200,7 @@ class World:
                     raise late
                 time.sleep(0.02)
             text = file.read_text()
-        host, _, port = text.rpartition(":")
-        return host, int(port)
+        return parse_address(text)
 
     def at_rendezvous(self, retry_s: float = 30.0) -> contextlib.closing[Client]:
         """A link to the launcher's desk."""

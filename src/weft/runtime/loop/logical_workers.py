@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import LoopError
 from weft.runtime.loop.rng import rng_state, set_rng_state, stream_seed
-from weft.transport.collective import Layout
+from weft.transport.layout import Layout
 
 Share = float | Callable[[], float]
 """A worker's share of a step's joined batch. A function asks the other workers, with the first gradient of the step."""

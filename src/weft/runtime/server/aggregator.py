@@ -26,8 +26,8 @@ from weft.runtime.server.service import Loss
 from weft.runtime.server.statistics import Statistics
 from weft.threads import start_serial_thread
 from weft.topology._shards import Bundle
-from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Pending, Request, Server
+from weft.transport.tensor_bytes import raw
 
 log = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from weft.runtime.server.protocol import (
 from weft.runtime.server.protocol import packed as packed_state
 from weft.runtime.server.protocol import unpacked as unpacked_state
 from weft.topology._shards import Bundle, Range
-from weft.transport.mesh import raw
 from weft.transport.messaging import Client, Pending
+from weft.transport.tensor_bytes import raw
 
 _LOOK_S = 0.5
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from weft.store.plain import plain, value
-from weft.transport.mesh import raw
+from weft.transport.tensor_bytes import raw
 
 
 class Verb(enum.IntEnum):

@@ -47,8 +47,8 @@ from weft.runtime.server.rounds import Contribution, Rounds
 from weft.runtime.server.statistics import Statistics
 from weft.synchrony import Synchrony, View
 from weft.threads import start_serial_thread
-from weft.transport.mesh import raw
 from weft.transport.messaging import Key, Request, Server
+from weft.transport.tensor_bytes import raw
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,16 @@
-"""Requests and replies between processes, and between nobody else: what servers are asked over.
+"""Authenticated requests and replies between the processes of a run, over TCP.
 
     server = Server(("10.0.0.1", 0), key, handle)            handle(request): request.reply(...), from any thread
     client = Client(server.address, key, "worker 3")
     client.ask(PUSH, [gradient], once=True).wait(timeout_s)
 
-A request that counts is served once: it has a number, askers say it again over a new link where the old one broke, and
-servers know what they have answered. So an acknowledged request was served exactly once, and one whose asker died at
-most once. All waits are bounded; a peer that says nothing for `patience_s` is given up, and idle links say that they
-are there.
+A request with `once=True` is served at most once: it has a number, the client sends it again over a new link where the
+old one broke, and the server remembers its replies. So an acknowledged request was served exactly once, and a request
+whose client died at most once. All waits are bounded: a peer that is silent for `patience_s` is lost, and idle links
+send heartbeats.
 
-Read `meeting` for how strangers are kept out, `frames` for what is on the wire, `links` for who moves the bytes.
+`handshake` authenticates connections, `frames` is the wire format, `links` carries the bytes, `client` and `server` are
+the two sides of the protocol.
 """
 
 from weft.transport.messaging.client import Client, Pending, Refused

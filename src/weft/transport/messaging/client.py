@@ -1,4 +1,4 @@
-"""The side that asks: requests over a link that is made anew where it breaks, and nothing asked is lost by that."""
+"""The client: requests over a link that is made again where it breaks, without losing any of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from dataclasses import replace
 from weft.errors import JobError, PeerLost
 from weft.transport.heartbeat import Pulse, peer_timeout_s, prepare
 from weft.transport.messaging.frames import FrameError, Head, Kind
-from weft.transport.messaging.handshake import Guest, SentAway, Stranger, call
+from weft.transport.messaging.handshake import Caller, SentAway, Stranger, call
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
+from weft.transport.tcp import Address, format_address
 
 _PAUSE_S = 0.05
-_IN_VAIN = 20
-"""Links in a row that may break without having brought a reply."""
+_MAX_FRUITLESS_LINKS = 20
+"""Links in a row that may break without having carried a reply."""
 _CROWDED_S = 5.0
-"""How long a server that ends connections before a proof may be called again: it may have too many callers."""
+"""Limit for connecting again to a server that closes connections during the handshake: it may have too many."""
 
 
 class Refused(JobError):
-    """The server says why it does not do what it was asked."""
+    """The server refused a request; the message is its reason."""
 
 
 class Pending:
-    """A request on its way."""
+    """A request without a reply so far."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class Pending:
         self._done = threading.Event()
 
     def done(self, within_s: float) -> bool:
-        """Whether there is a reply, or never will be."""
+        """Whether there is a reply or an error, after waiting `within_s` at most."""
         return self._done.wait(within_s)
 
     def wait(self, timeout_s: float) -> list[memoryview]:
-        """The reply's parts: `into` where that was given. Raises PeerLost or Refused."""
+        """The parts of the reply, in `into` where that was given. Raises PeerLost or Refused."""
         if not self._done.wait(timeout_s):
             raise PeerLost(f"no reply from the server at {self.to} in {timeout_s:g} s")
         if self._error is not None:
@@ -60,7 +61,7 @@ class Pending:
         return self.parts
 
     def finish(self, parts: list[memoryview], error: Exception | None = None) -> None:
-        """The reply, or why there is none; whoever takes the request off the client's list calls this, once."""
+        """Set the reply or the error. The client calls this once, after it has removed the request from its list."""
         self.parts, self._error, self.sent = parts, error, []
         self._done.set()
         if self._then is not None:
@@ -68,14 +69,15 @@ class Pending:
 
 
 class Client:
-    """One server, asked by one asker. Requests of a higher urgency (a lower number) leave first.
+    """A connection to one server. Requests with a lower `priority` number leave first.
 
-    `encrypted`: within TLS; with `encrypt_loopback` also where both are on one machine. Both sides must say the same.
+    `encrypted`: within TLS; with `encrypt_loopback` also where both sides are on one machine. Client and server need
+    the same values.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: Address,
         key: Key,
         name: str,
         *,
@@ -85,9 +87,9 @@ class Client:
         patience_s: float | None = None,
         retry_s: float | None = None,
     ) -> None:
-        """`patience_s`: how long the server may show no sign of life; `retry_s`: how long it is then called anew.
+        """`patience_s`: limit for the silence of the server; `retry_s`: limit for connecting again after that.
 
-        Both by default as `WEFT_PEER_TIMEOUT_S` says.
+        The defaults are 0.4 and 0.3 of `WEFT_PEER_TIMEOUT_S`.
         """
         self.address, self.key, self.max_frame_bytes, self.encrypt_loopback = (
             address,
@@ -97,14 +99,14 @@ class Client:
         )
         self.patience_s = 0.4 * peer_timeout_s() if patience_s is None else patience_s
         self.retry_s = 0.3 * peer_timeout_s() if retry_s is None else retry_s
-        self._guest = Guest(secrets.token_bytes(16), name)
+        self._caller = Caller(secrets.token_bytes(16), name)
         self._tls: ssl.SSLContext | None = key.context(server=False) if encrypted else None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._open: dict[int, Pending] = {}
         self._settled = 0
         self._failed: Exception | None = None
-        self._in_vain = 0
+        self._fruitless_links = 0
         self._closed = False
         prepare()
         self._carrier = Carrier("weft-ask")
@@ -112,7 +114,7 @@ class Client:
         self._carrier.carry(self._link)
 
     def __str__(self) -> str:
-        return "{}:{}".format(*self.address)
+        return format_address(self.address)
 
     def ask(
         self,
@@ -124,10 +126,10 @@ class Client:
         priority: int = 0,
         then: Callable[[Pending], None] | None = None,
     ) -> Pending:
-        """Send a request. Parts must not change before its reply is there: it may have to be sent again.
+        """Send a request. Its parts must not change before the reply: they may have to be sent again.
 
-        `once`: it counts, and is never served twice. `into`: memory for the reply, one piece behind the other. `then`
-        is called when it is there, or never will be, in the thread that carries the link.
+        `once`: the request is never served twice. `into`: memory for the parts of the reply. `then` is called with the
+        request when it has a reply or an error, in the carrier's thread.
         """
         with self._lock:
             if self._failed is not None:
@@ -141,24 +143,24 @@ class Client:
         return pending
 
     def check(self) -> None:
-        """Raise why nothing more can be asked here, if so."""
+        """Raise the error that ended this connection for good, if there was one."""
         if self._failed is not None:
             raise self._failed
 
     def close(self) -> None:
-        """Leave; what is still open fails."""
+        """Close the connection; requests without a reply fail."""
         with self._lock:
             self._closed = True
             link = self._link
         if link is not None:
             link.send(Head(Kind.BYE), priority=1 << 30)
             deadline = time.monotonic() + 1
-            while link.talks and not link.gone and time.monotonic() < deadline:
+            while link.has_unsent and not link.gone and time.monotonic() < deadline:
                 time.sleep(0.002)
         self._carrier.close()
         self._fail(PeerLost(f"the link to {self} was closed"))
 
-    # --- what the link tells (in the carrier's thread) --------------------------------------------------------------
+    # --- as the owner of a link, in the carrier's thread ------------------------------------------------------------
 
     def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
         pending = self._open.get(head.number)
@@ -171,11 +173,11 @@ class Client:
 
     def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
         if head.kind == Kind.BYE:
-            raise FrameError("it said goodbye")
+            raise FrameError("it closed the link")
         if head.kind not in (Kind.REPLY, Kind.REFUSAL):
-            raise FrameError(f"an asker is not sent {head.kind.name}")
+            raise FrameError(f"the server sent a {head.kind.name} frame, which clients do not accept")
         with self._lock:
-            self._in_vain = 0
+            self._fruitless_links = 0
             pending = self._open.pop(head.number, None)
             first = next((number for number, each in self._open.items() if each.head.kind == Kind.ONCE), None)
             self._settled = first - 1 if first is not None else max(self._settled, head.number)
@@ -191,18 +193,18 @@ class Client:
             self._link = None
             if self._closed:
                 return
-            self._in_vain += 1
-        if self._in_vain > _IN_VAIN:
-            self._fail(PeerLost(f"the link to {self} broke {self._in_vain} times without a reply ({reason})"))
+            self._fruitless_links += 1
+        if self._fruitless_links > _MAX_FRUITLESS_LINKS:
+            self._fail(PeerLost(f"the link to {self} broke {self._fruitless_links} times without a reply ({reason})"))
             return
-        threading.Thread(target=self._again, args=(reason,), name="weft-call-again", daemon=True).start()
+        threading.Thread(target=self._reconnect, args=(reason,), name="weft-reconnect", daemon=True).start()
 
-    def _again(self, reason: str) -> None:
-        """Call until somebody answers, then say again whatever has no reply."""
+    def _reconnect(self, reason: str) -> None:
+        """Make a new link, then send every request without a reply again."""
         try:
             link = self._call(time.monotonic() + self.retry_s)
         except (OSError, PeerLost) as error:
-            refused = f"; then {error}" if isinstance(error, Stranger) else ""  # one that goes hangs up on callers
+            refused = f"; then {error}" if isinstance(error, Stranger) else ""
             self._fail(PeerLost(f"the server at {self} went away ({reason}){refused}"))
             return
         with self._lock:
@@ -217,21 +219,21 @@ class Client:
         self._carrier.carry(link)
 
     def _call(self, deadline: float) -> Link:
-        """A link, as soon as the server answers."""
+        """An authenticated link; tries again until the deadline while nothing listens at the address."""
         crowded = min(deadline, time.monotonic() + _CROWDED_S)
         while True:
             left = deadline - time.monotonic()
             try:
                 stream = call(
                     self.address,
-                    self._guest,
+                    self._caller,
                     self.key,
                     self._tls,
                     max(0.1, left),
                     encrypt_loopback=self.encrypt_loopback,
                 )
-                link = Link(stream, str(self), self._guest.identity, self, self.patience_s)
-                self._show_life(link, max(0.1, deadline - time.monotonic()))
+                link = Link(stream, str(self), self._caller.identity, self, self.patience_s)
+                self._attach_pulse(link, max(0.1, deadline - time.monotonic()))
                 return link
             except SentAway:
                 if time.monotonic() + _PAUSE_S > crowded or self._closed:
@@ -241,15 +243,15 @@ class Client:
             except OSError as error:
                 if time.monotonic() + _PAUSE_S > deadline or self._closed:
                     raise PeerLost(
-                        f"nobody answers at {self} ({error.strerror or error}); start the server, or give its address"
+                        f"no server answers at {self} ({error.strerror or error}); start it, or correct the address"
                     ) from None
             time.sleep(_PAUSE_S)
 
-    def _show_life(self, link: Link, within_s: float) -> None:
-        """A connection for heartbeats beside a link, which is good without one, only given up later."""
-        guest = replace(self._guest, pulse=True)
+    def _attach_pulse(self, link: Link, within_s: float) -> None:
+        """Open a connection for heartbeats beside a link. Without it a dead server is noticed later."""
+        caller = replace(self._caller, pulse=True)
         with suppress(OSError, PeerLost):
-            stream = call(self.address, guest, self.key, self._tls, within_s, encrypt_loopback=self.encrypt_loopback)
+            stream = call(self.address, caller, self.key, self._tls, within_s, encrypt_loopback=self.encrypt_loopback)
             link.attach(Pulse(stream.sock))
 
     def _fail(self, error: Exception) -> None:

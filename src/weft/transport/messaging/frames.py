@@ -1,15 +1,15 @@
-"""What goes over a link: frames of a fixed head, the sizes of up to sixteen parts, and the parts.
+"""The wire format: frames of a fixed head, the sizes of up to sixteen parts, and the parts.
 
     offset  bytes
     0       4      "weft"
     4       1      kind
-    5       1      how many parts
-    6       2      verb: what a request asks for, which is the business of who serves
-    8       8      number of the request; a reply has its request's
-    16      8      settled: up to here the asker has all replies to what counts, and will never ask again
+    5       1      number of parts
+    6       2      verb: the operation that a request names, defined by the server's handler
+    8       8      number of the request; a reply has the number of its request
+    16      8      settled: the client has all replies to ONCE requests up to this number and never sends them again
     24      8 each sizes of the parts
 
-Numbers are unsigned, the highest byte first. Nothing is ever interpreted but this: no pickle, no code, no names.
+Numbers are unsigned and big-endian. Nothing else is interpreted: no pickle, no code, no names.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _MAGIC = b"weft"
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     ONCE = 1
-    """A request that counts: it is never served twice, however often it is sent."""
+    """A request that is never served twice, however often it is sent."""
     QUERY = 2
-    """A request that may be served again where its reply was lost."""
+    """An idempotent request, served again where its reply was lost."""
     REPLY = 3
     REFUSAL = 4
-    """A reply that is one sentence saying why not."""
+    """A reply with one sentence: the reason why the request was refused."""
     BEAT = 5
-    """Still here."""
+    """A heartbeat of an idle link."""
     BYE = 6
-    """Nothing more will come, on purpose."""
+    """The sender closes the link on purpose."""
 
 
 REQUESTS = (Kind.ONCE, Kind.QUERY)
 
 
 class FrameError(ConnectionError):
-    """Bytes that are no frame, or one that is larger than was agreed."""
+    """Bytes that are not a frame, a frame above the size limit, or one that the protocol does not allow."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,25 @@ class Head:
     settled: int = 0
 
     def pack(self, sizes: Sequence[int]) -> bytes:
-        """The bytes that go before the parts."""
+        """The bytes before the parts."""
         head = _HEAD.pack(_MAGIC, self.kind, len(sizes), self.verb, self.number, self.settled)
         return head + struct.pack(f"!{len(sizes)}Q", *sizes)
 
 
 def unpack(raw: bytes | bytearray) -> tuple[Head, int]:
-    """A head and the number of its parts."""
+    """A head and the number of its parts. Raises FrameError."""
     magic, kind, parts, verb, number, settled = _HEAD.unpack(raw)
     if magic != _MAGIC or parts > MOST_PARTS:
-        raise FrameError("what came is no frame")
+        raise FrameError("the peer sent bytes that are not a frame")
     try:
         return Head(Kind(kind), verb, number, settled), parts
     except ValueError:
-        raise FrameError(f"what came is no frame: kind {kind}") from None
+        raise FrameError(f"the peer sent a frame of the unknown kind {kind}") from None
 
 
 def unpack_sizes(raw: bytes | bytearray, most: int) -> tuple[int, ...]:
-    """The parts' sizes, which come to `most` at most."""
+    """The sizes of the parts. Raises FrameError where they sum to more than `most`."""
     sizes: tuple[int, ...] = struct.unpack(f"!{len(raw) // 8}Q", raw)
     if sum(sizes) > most:
-        raise FrameError(f"a frame of {sum(sizes)} bytes is larger than the {most} that were agreed")
+        raise FrameError(f"a frame of {sum(sizes)} bytes exceeds the limit of {most}")
     return sizes

@@ -1,16 +1,17 @@
-"""How a connection begins: both sides show that they hold the run's key before anything else is said.
+"""Mutual authentication at the beginning of a connection: both sides prove that they hold the run's key.
 
-    asker    "weft-hello-1", its identity, its name, 32 random bytes
-    server   32 random bytes, proof("server", both, what the asker said)
-    asker    proof("asker", both, what the asker said)
-    server   one byte: welcome
+    client   hello: "weft-hello-1", its identity, its name, 32 random bytes
+    server   32 random bytes, proof("server", both random values, hello)
+    client   proof("asker", both random values, hello)
+    server   one byte: accepted
 
-A connection for heartbeats begins in the same way with "weft-pulse-1", and is of no further use to anything else.
+A proof is an HMAC-SHA-256. A connection for heartbeats sends "weft-pulse-1" instead, and carries nothing else later. No
+frame is read before the client's proof, and the whole handshake has one deadline.
 
-Where the network is not trusted all of this is said within TLS, in which both have shown the run's certificate. A proof
-is an HMAC. A caller without the key gets the server's proof, from which it learns nothing about a key of 256 random
-bits, and nothing after its own. Between two ends of one address nothing is on the network, and both may leave TLS out:
-each sees that for itself, so nobody else can talk them into it.
+On an untrusted network the handshake takes place within TLS 1.3, in which both sides have shown the run's certificate.
+An unauthenticated connection receives the server's proof, which reveals nothing about a key of 256 random bits, and
+nothing else. Bytes between two ends of one address do not leave the machine, so both sides may leave TLS out there.
+Each side compares the addresses itself; a third party cannot make them do so.
 """
 
 from __future__ import annotations
@@ -28,76 +29,77 @@ from dataclasses import dataclass
 from weft.errors import PeerLost
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.streams import Plain, Stream, handshake
+from weft.transport.tcp import Address, connect, format_address, remaining_s
 
 PATIENCE_S = 10.0
-"""How long a stranger may take."""
+"""Limit for the whole handshake of an unauthenticated connection, TLS included."""
 _HELLO = struct.Struct("!12s16s64s32s")
-_GREETING = b"weft-hello-1"
+_LINK = b"weft-hello-1"
 _PULSE = b"weft-pulse-1"
 _PROOF = 32
-_WELCOME = b"\1"
+_ACCEPTED = b"\1"
 
 
 class Stranger(PeerLost):
-    """The other side does not hold this run's key, or is no Weft at all."""
+    """The peer could not be authenticated: it does not hold this run's key, or is not Weft."""
 
 
 class SentAway(Stranger):
-    """The connection ended before both sides had proved themselves, as it does where too many call at once."""
+    """The peer closed the connection during the handshake, as a server with too many unauthenticated ones does."""
 
 
 @dataclass(frozen=True)
-class Guest:
-    """Who asks: `identity` is one asker's life, over all its connections."""
+class Caller:
+    """A client as the server knows it. `identity` is drawn for each client object and is the same on all its links."""
 
     identity: bytes
     name: str
     pulse: bool = False
-    """Whether the connection is for heartbeats: those of the link that the same asker has already."""
+    """Whether the connection is for heartbeats, beside a link of the same client."""
 
 
 def receive(
     sock: socket.socket, key: Key, tls: ssl.SSLContext | None, *, encrypt_loopback: bool = True
-) -> tuple[Stream, Guest]:
-    """The server's side. Raises Stranger or OSError; takes PATIENCE_S at most."""
+) -> tuple[Stream, Caller]:
+    """Authenticate a client. Raises Stranger or OSError, after PATIENCE_S at most."""
     deadline = time.monotonic() + PATIENCE_S
     stream = _stream(sock, tls if encrypt_loopback or not here(sock) else None, deadline, server=True)
     hello = _exactly(stream, _HELLO.size, deadline)
     greeting, identity, name, theirs = _HELLO.unpack(hello)
-    if greeting not in (_GREETING, _PULSE):
-        raise Stranger("something that is not Weft called")
+    if greeting not in (_LINK, _PULSE):
+        raise Stranger("the client is not Weft")
     mine = secrets.token_bytes(32)
-    _say(stream, mine + key.proof("server", theirs, mine, hello), deadline)
+    _write(stream, mine + key.proof("server", theirs, mine, hello), deadline)
     if not hmac.compare_digest(_exactly(stream, _PROOF, deadline), key.proof("asker", theirs, mine, hello)):
-        raise Stranger("somebody called without this run's key")
-    _say(stream, _WELCOME, deadline)
-    return stream, Guest(identity, name.rstrip(b"\0").decode(errors="replace"), greeting == _PULSE)
+        raise Stranger("the client does not hold this run's key")
+    _write(stream, _ACCEPTED, deadline)
+    return stream, Caller(identity, name.rstrip(b"\0").decode(errors="replace"), greeting == _PULSE)
 
 
 def call(
-    address: tuple[str, int],
-    guest: Guest,
+    address: Address,
+    caller: Caller,
     key: Key,
     tls: ssl.SSLContext | None,
     patience_s: float,
     *,
     encrypt_loopback: bool = True,
 ) -> Stream:
-    """The asker's side: a connection on which the server has proved itself. Raises Stranger or OSError."""
+    """Connect to a server and authenticate it. Raises Stranger or OSError, after `patience_s` at most."""
     deadline = time.monotonic() + patience_s
-    where = "{}:{}".format(*address)
-    sock = socket.create_connection(address, timeout=patience_s)
+    where = format_address(address)
+    sock = connect(address, deadline)
     try:
         stream = _stream(sock, tls if encrypt_loopback or not here(sock) else None, deadline, server=False)
         mine = secrets.token_bytes(32)
-        name = _fitting(guest.name.encode())
-        hello = _HELLO.pack(_PULSE if guest.pulse else _GREETING, guest.identity, name, mine)
-        _say(stream, hello, deadline)
+        name = _fitting(caller.name.encode())
+        hello = _HELLO.pack(_PULSE if caller.pulse else _LINK, caller.identity, name, mine)
+        _write(stream, hello, deadline)
         answer = _exactly(stream, 32 + _PROOF, deadline)
         theirs, proof = answer[:32], answer[32:]
         if not hmac.compare_digest(proof, key.proof("server", mine, theirs, hello)):
-            raise Stranger(f"{where} has another key than this process; {_remedy(key)}")
-        _say(stream, key.proof("asker", mine, theirs, hello), deadline)
+            raise Stranger(f"{where} holds another key than this process; {_remedy(key)}")
+        _write(stream, key.proof("asker", mine, theirs, hello), deadline)
         _exactly(stream, 1, deadline)
         return stream
     except (ssl.SSLError, ConnectionResetError, BrokenPipeError) as error:
@@ -110,13 +112,12 @@ def call(
 
 
 def here(sock: socket.socket) -> bool:
-    """Whether both ends of a connection are on this machine. Linux drops what comes from elsewhere under its own
-    address."""
+    """Whether both ends of a connection are on this machine: Linux drops packets from elsewhere under its address."""
     return bool(sock.getpeername()[0] == sock.getsockname()[0])
 
 
 def _fitting(name: bytes) -> bytes:
-    """A name of at most 64 bytes; two long names that differ stay different."""
+    """A name of at most 64 bytes; a longer one is cut and ends with its hash, so that names stay distinct."""
     return name if len(name) <= 64 else name[:47] + b"~" + hashlib.sha256(name).hexdigest()[:16].encode()
 
 
@@ -144,7 +145,7 @@ def _exactly(stream: Stream, size: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _say(stream: Stream, data: bytes, deadline: float) -> None:
+def _write(stream: Stream, data: bytes, deadline: float) -> None:
     view = memoryview(data)
     while len(view) or stream.unsent:
         taken = stream.write([view] if len(view) else [])
@@ -154,7 +155,6 @@ def _say(stream: Stream, data: bytes, deadline: float) -> None:
 
 
 def _wait(stream: Stream, deadline: float, *, reading: bool) -> None:
-    left = deadline - time.monotonic()
-    ends = [stream.sock]
-    if left <= 0 or not any(select.select(ends if reading else [], [] if reading else ends, [], left)):
-        raise TimeoutError("the other side says nothing")
+    left_s, ends = remaining_s(deadline), [stream.sock]
+    if not any(select.select(ends if reading else [], [] if reading else ends, [], left_s)):
+        raise TimeoutError("the peer did not answer in time")

@@ -1,7 +1,7 @@
-"""Who belongs to a run: whoever holds its key, which is a file that only its owner can read.
+"""The key of a run: a file that only its owner can read, held by every process of the run.
 
-The file has a secret in its first line, with which both sides of a connection prove themselves, and below it a private
-key and a certificate in PEM for TLS: everyone of a run shows the same certificate, and accepts no other.
+Its first line has the secret with which both sides of a connection authenticate. Below it stand a private key and a
+certificate in PEM for TLS: every process of a run presents the same certificate and accepts no other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.errors import JobError
 _FIRST = re.compile(r"weft-key-1 ([0-9a-f]{64})")
 _NAME = "weft run"
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
-"""A key is good for as long as its file is there; hosts' clocks have no say in that."""
+"""A certificate is valid while its file exists, whatever the clocks of the hosts say."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A run's key. `file` is where it lies, None where it was only made up for this process."""
+    """The key of a run. `file` is None where the key exists in memory only."""
 
     secret: bytes
     file: Path | None = None
@@ -37,12 +37,12 @@ class Key:
 
     @staticmethod
     def fresh() -> Key:
-        """A key without a file: for threads of one process, and processes that inherit it. It cannot encrypt."""
+        """A key in memory, for threads of one process and its forks. It has no certificate and cannot encrypt."""
         return Key(secrets.token_bytes(32))
 
     @staticmethod
     def make(file: Path) -> Key:
-        """A new key file, readable by its owner alone; never an existing one."""
+        """Create a key file, readable by its owner alone. Raises JobError where the file exists."""
         text = f"weft-key-1 {secrets.token_hex(32)}\n{_identity()}"
         try:
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -56,7 +56,7 @@ class Key:
 
     @staticmethod
     def read(file: Path) -> Key:
-        """The key in a file."""
+        """The key in a file. Raises JobError where others can read it."""
         try:
             handle = os.open(file, os.O_RDONLY)
         except OSError as error:
@@ -68,16 +68,16 @@ class Key:
                 raise JobError(f"the key file {file} can be read by others; `chmod 600 {file}`, then make a new key")
             first = _FIRST.fullmatch(source.readline(200).strip())
         if first is None:
-            raise JobError(f"{file} is not a key file of Weft's; copy the one from where the run was started")
+            raise JobError(f"{file} is not a key file of Weft; copy the one from where the run was started")
         return Key(bytes.fromhex(first[1]), file)
 
-    def proof(self, side: str, *said: bytes) -> bytes:
-        """What only a holder of the key can say about this conversation."""
-        text = b"".join(len(part).to_bytes(4, "big") + part for part in (side.encode(), *said))
+    def proof(self, side: str, *exchanged: bytes) -> bytes:
+        """HMAC-SHA-256 of one side's name and the bytes exchanged so far, each with its length."""
+        text = b"".join(len(part).to_bytes(4, "big") + part for part in (side.encode(), *exchanged))
         return hmac.digest(self.secret, text, hashlib.sha256)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS 1.3 between two who show the run's certificate, and nobody else."""
+        """TLS 1.3 in which both sides present the run's certificate and accept no other."""
         if self.file is None:
             raise JobError("an untrusted network needs a key file; give one with --key-file")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -92,18 +92,18 @@ class Key:
                 f"{self.file} has no certificate; pip install cryptography where the run is started, and start it again"
             ) from None
         if server:
-            context.num_tickets = 0  # nobody resumes
+            context.num_tickets = 0  # sessions are never resumed
         return context
 
 
 def _identity() -> str:
-    """A private key and a certificate for it, in PEM; empty without the package that makes them."""
+    """A private key and a certificate for it, in PEM; empty where `cryptography` is not installed."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     except ImportError:
-        return ""  # good enough where the network is trusted; `context` says what is missing where it is not
+        return ""  # enough on a trusted network; on an untrusted one `context` names the missing package
     private = Ed25519PrivateKey.generate()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
     certificate = (

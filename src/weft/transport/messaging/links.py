@@ -1,4 +1,4 @@
-"""Links: frames over authenticated connections, all of a process's carried by one thread."""
+"""Links: frames over authenticated connections, all links of a client or server carried by one thread."""
 
 from __future__ import annotations
 
@@ -6,48 +6,50 @@ import heapq
 import itertools
 import logging
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Protocol, final
 
 from weft.transport.heartbeat import WITHOUT_NATIVE_S, Pulse
 from weft.transport.messaging.frames import HEAD_BYTES, FrameError, Head, Kind, unpack, unpack_sizes
 from weft.transport.messaging.streams import Stream
+from weft.transport.selector_loop import SelectorLoop
 
 log = logging.getLogger("weft.messaging")
 
 BEAT_S = 1.0
-"""A link that has nothing to say says so, this often."""
-_LOOK_S = 0.25
-"""How often the thread looks at the clock."""
+"""Interval at which an idle link sends a BEAT frame."""
 _TURN_BYTES = 4 << 20
-"""So much is read from one link before others have their turn."""
+"""Bytes that are read from one link before the other links are served."""
 
 
 class Owner(Protocol):
-    """Who a link belongs to. All of this is called by the carrier's thread, and must not wait."""
+    """The client or server that a link belongs to. The carrier's thread calls it, so no method may block."""
 
     max_frame_bytes: int
 
     def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for the parts of a frame that begins to arrive."""
+        """Memory for the parts of a frame, before they arrive."""
 
-    def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None: ...
-    def lost(self, link: Link, reason: str) -> None: ...
+    def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
+        """A frame is complete. Raises FrameError where the link must end."""
+
+    def lost(self, link: Link, reason: str) -> None:
+        """The link has ended."""
 
 
+@final
 class Link:
-    """One connection to one peer, whose key was checked."""
+    """One authenticated connection to one peer."""
 
     def __init__(self, stream: Stream, peer: str, identity: bytes, owner: Owner, patience_s: float) -> None:
         self.stream, self.peer, self.identity, self.owner, self.patience_s = stream, peer, identity, owner, patience_s
         self.reads = True
-        """Whether frames are wanted now; where not, they wait in the network."""
-        self.gone = self.parting = False
+        """Whether frames are read; while not, they wait in the network."""
+        self.gone = self.replaced = False
         self.carrier: Carrier | None = None
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, int, list[memoryview]]] = []
@@ -58,11 +60,11 @@ class Link:
         self._into: list[memoryview] = [memoryview(self._head)]
         self._parts: list[memoryview] | None = None
         self._sizes = bytearray()
-        self.heard = self.spoke = time.monotonic()
+        self.last_read = self.last_write = time.monotonic()
         self.pulse: Pulse | None = None
 
     def attach(self, pulse: Pulse) -> None:
-        """From now on these heartbeats say whether the peer lives, whatever its Python threads do."""
+        """Detect a dead peer by these heartbeats from now on: they do not need the peer's interpreter lock."""
         with self._lock:
             if not self.gone:
                 self.pulse = pulse
@@ -70,7 +72,7 @@ class Link:
         pulse.close()
 
     def send(self, head: Head, parts: Sequence[memoryview] = (), *, priority: int = 0) -> None:
-        """Hand over a frame; lower priorities leave first. Its parts must not change any more."""
+        """Queue a frame; lower priorities leave first. Its parts must not change any more."""
         whole = [memoryview(head.pack([len(part) for part in parts])), *(part for part in parts if len(part))]
         with self._lock:
             if not self.gone:
@@ -79,14 +81,14 @@ class Link:
             self.carrier.wake(self)
 
     @property
-    def talks(self) -> bool:
-        """Whether something waits to leave."""
+    def has_unsent(self) -> bool:
+        """Whether bytes wait to be sent."""
         return bool(self._leaving) or self.stream.unsent or bool(self._waiting)
 
     # --- in the carrier's thread ------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """As much as the connection takes."""
+        """Send as much as the connection takes."""
         while True:
             if not self._leaving:
                 with self._lock:
@@ -98,14 +100,14 @@ class Link:
             taken = self.stream.write(self._leaving)
             if not taken:
                 return
-            self.spoke = time.monotonic()
+            self.last_write = time.monotonic()
             while self._leaving and taken >= len(self._leaving[0]):
                 taken -= len(self._leaving.pop(0))
             if self._leaving:
                 self._leaving[0] = self._leaving[0][taken:]
 
     def abandon(self) -> None:
-        """Nothing more leaves."""
+        """Discard all frames that wait to be sent, now and later."""
         with self._lock:
             self.gone = True
             self._waiting, self._leaving = [], []
@@ -114,7 +116,7 @@ class Link:
             pulse.close()
 
     def read(self) -> bool:
-        """What has come, up to one turn's worth; returns whether there may be more."""
+        """Read what has arrived, up to _TURN_BYTES; returns whether there may be more."""
         left = _TURN_BYTES
         while self.reads:
             while self._into:
@@ -123,7 +125,7 @@ class Link:
                 got = self.stream.read(self._into[0][:left]) if len(self._into[0]) else 0
                 left -= got
                 if got:
-                    self.heard = time.monotonic()
+                    self.last_read = time.monotonic()
                 if got < len(self._into[0]):
                     self._into[0] = self._into[0][got:]
                     if got == 0 or left > 0:
@@ -134,7 +136,7 @@ class Link:
         return False
 
     def _stage(self) -> None:
-        """What was waited for is there: a head, then sizes, then parts."""
+        """Go on to the next stage of a frame: its head, the sizes of its parts, its parts."""
         if self._frame is None:
             self._frame, count = unpack(self._head)
             self._sizes = bytearray(8 * count)
@@ -149,55 +151,102 @@ class Link:
             if head.kind != Kind.BEAT:
                 self.owner.arrived(self, head, parts)
 
-    def look_at_the_clock(self, now: float) -> None:
-        """Speak where there was silence; give up who is silent."""
-        silent_s, limit_s = now - self.heard if self.reads else 0.0, max(self.patience_s, WITHOUT_NATIVE_S)
+    def check_silence(self, now: float) -> None:
+        """Send a BEAT frame where the link is idle. Raises FrameError where the peer has been silent for too long."""
+        silent_s, limit_s = now - self.last_read if self.reads else 0.0, max(self.patience_s, WITHOUT_NATIVE_S)
         pulse = self.pulse
         if pulse is not None and (quiet_s := pulse.silent_s()) is not None:
-            silent_s, limit_s = min(now - self.heard, quiet_s), pulse.limit_s(self.patience_s)
+            silent_s, limit_s = min(now - self.last_read, quiet_s), pulse.limit_s(self.patience_s)
         if silent_s > limit_s:
             raise FrameError(f"nothing came for {limit_s:g} s")
-        if now - self.spoke > BEAT_S and not self.talks:
+        if now - self.last_write > BEAT_S and not self.has_unsent:
             self.send(Head(Kind.BEAT))
 
 
-class Carrier:
-    """The thread that moves all links' bytes."""
+@final
+class Carrier(SelectorLoop):
+    """The thread that carries the bytes of all links of a client or server."""
 
     def __init__(self, name: str) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        super().__init__(name)
         self._lock = threading.Lock()
-        self._news: set[Link] = set()
+        self._changed: set[Link] = set()
         self._links: set[Link] = set()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._start()
 
     def carry(self, link: Link) -> None:
-        """Take a link over."""
+        """Take over a link."""
         link.carrier = self
         self.wake(link)
 
     def wake(self, link: Link) -> None:
-        """Something about this link has changed."""
+        """Serve a link soon: it has something to send, or wants to read again. From any thread."""
         with self._lock:
-            first = not self._news
-            self._news.add(link)
+            first = not self._changed
+            self._changed.add(link)
         if first:
-            with suppress(BlockingIOError, OSError):
-                self._wake.send(b"\0")
+            self._wake()
 
-    def part(self, link: Link) -> None:
-        """Break a link, from any thread."""
-        link.parting = True
+    def replace(self, link: Link) -> None:
+        """End a link, from any thread, because its client has made another."""
+        link.replaced = True
         self.wake(link)
 
-    def drop(self, link: Link, reason: str) -> None:
-        """Break a link; in the carrier's thread."""
+    def close(self) -> None:
+        """Close all links."""
+        if self._closed:
+            return
+        self._stop()
+        for link in self._links:
+            link.stream.close()
+            link.abandon()
+        self._release()
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _ready(self, data: Link, events: int) -> None:
+        if data not in self._links:
+            return
+        if events & selectors.EVENT_READ:
+            self._guarded(data, partial(self._read, data))
+        if events & selectors.EVENT_WRITE:
+            self._guarded(data, data.write)
+        if data in self._links:
+            self._select(data, selectors.EVENT_READ * data.reads | selectors.EVENT_WRITE * data.has_unsent)
+
+    def _after_events(self, woken: bool) -> None:
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        for link in (link for link in changed if not link.gone):
+            if link not in self._links:
+                self._links.add(link)
+                self._selector.register(link.stream.sock, selectors.EVENT_READ, link)
+            if link.replaced:
+                self._drop(link, "another link took its place")
+            self._ready(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _tick(self, now: float) -> None:
+        for link in list(self._links):
+            self._guarded(link, partial(link.check_silence, now))
+
+    def _failed(self, error: Exception) -> None:
+        raise error  # errors of links are contained in _guarded: this one is a defect for the thread's excepthook
+
+    def _read(self, link: Link) -> None:
+        if link.read():
+            self.wake(link)  # bytes that TLS has already taken from the socket wake no selector
+
+    def _select(self, link: Link, wanted: int) -> None:
+        """Select a link for the events that can be served now."""
+        known = self._selector.get_map().get(link.stream.sock)
+        if known is None and wanted:
+            self._selector.register(link.stream.sock, wanted, link)
+        elif known is not None and not wanted:
+            self._selector.unregister(link.stream.sock)
+        elif known is not None and known.events != wanted:
+            self._selector.modify(link.stream.sock, wanted, link)
+
+    def _drop(self, link: Link, reason: str) -> None:
         if link not in self._links:
             return
         self._links.discard(link)
@@ -207,75 +256,11 @@ class Carrier:
         link.abandon()
         link.owner.lost(link, reason)
 
-    def close(self) -> None:
-        """Let go of all links."""
-        if self._closed:
-            return
-        self._closed = True
-        with suppress(OSError):
-            self._wake.send(b"\0")
-        self._thread.join(timeout=5)
-        for link in self._links:
-            link.stream.close()
-            link.abandon()
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
-
-    def _run(self) -> None:
-        checked = time.monotonic()
-        while not self._closed:
-            for key, events in self._selector.select(_LOOK_S):
-                if key.data is None:
-                    with suppress(BlockingIOError):
-                        self._woken.recv(4096)
-                else:
-                    self._serve(key.data, events)
-            with self._lock:
-                news, self._news = self._news, set()
-            for link in (link for link in news if not link.gone):
-                if link not in self._links:
-                    self._links.add(link)
-                    self._selector.register(link.stream.sock, selectors.EVENT_READ, link)
-                if link.parting:
-                    self.drop(link, "another link took its place")
-                self._serve(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            now = time.monotonic()
-            if now - checked > _LOOK_S:
-                checked = now
-                for link in list(self._links):
-                    self._guarded(link, partial(link.look_at_the_clock, now))
-
-    def _serve(self, link: Link, events: int) -> None:
-        if link not in self._links:
-            return
-        if events & selectors.EVENT_READ:
-            self._guarded(link, partial(self._read, link))
-        if events & selectors.EVENT_WRITE:
-            self._guarded(link, link.write)
-        if link in self._links:
-            wanted = selectors.EVENT_READ * link.reads | selectors.EVENT_WRITE * link.talks
-            self._listen(link, wanted)
-
-    def _read(self, link: Link) -> None:
-        if link.read():
-            self.wake(link)  # what TLS has taken from the socket already is announced by nobody else
-
-    def _listen(self, link: Link, wanted: int) -> None:
-        """Ask to be told what is worth knowing about a link."""
-        known = self._selector.get_map().get(link.stream.sock)
-        if known is None and wanted:
-            self._selector.register(link.stream.sock, wanted, link)
-        elif known is not None and not wanted:
-            self._selector.unregister(link.stream.sock)
-        elif known is not None and known.events != wanted:
-            self._selector.modify(link.stream.sock, wanted, link)
-
     def _guarded(self, link: Link, act: Callable[[], None]) -> None:
         try:
             act()
         except OSError as error:  # FrameError and ssl's errors among them
-            self.drop(link, str(error) or type(error).__name__)
-        except Exception as error:  # whatever an owner does wrong: the other links go on
-            log.exception("a link to %s failed", link.peer)
-            self.drop(link, f"{type(error).__name__}: {error}")
+            self._drop(link, str(error) or type(error).__name__)
+        except Exception as error:  # a defect of one owner must not end the other links
+            log.exception("the link to %s failed", link.peer)
+            self._drop(link, f"{type(error).__name__}: {error}")

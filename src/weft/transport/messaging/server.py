@@ -1,4 +1,4 @@
-"""The side that is asked: requests from whoever holds the key, each that counts served once."""
+"""The server: requests from authenticated clients, ONCE requests served at most once."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from weft.transport.messaging.frames import REQUESTS, FrameError, Head, Kind
 from weft.transport.messaging.handshake import PATIENCE_S, receive
 from weft.transport.messaging.keys import Key
 from weft.transport.messaging.links import Carrier, Link
+from weft.transport.tcp import Address, bound_address, listen
 
 log = logging.getLogger("weft.messaging")
 
-_STRANGERS = 32
-"""So many connections may be unproven at once; the next one takes the place of the oldest."""
+_MAX_UNAUTHENTICATED = 32
+"""Limit for unauthenticated connections; the next one replaces the oldest."""
 _WINDOW = 1 << 14
-"""Requests of one asker that may be open at once; more are left in the network until some are answered."""
-_REMEMBERED = 1 << 16
-"""Replies of one asker that may be kept; who never settles so many is sent away."""
+"""Limit for open requests of one client; further ones wait in the network until some have a reply."""
+_MAX_REPLIES = 1 << 16
+"""Limit for stored replies of one client; the link of a client that never settles them ends."""
 _KEPT_S = 120.0
-"""How long an asker that went away may come back and find its replies. What it has asked is known for ever."""
-_FORGOTTEN = f"this was asked before, and its reply is kept for {_KEPT_S:g} s only; start this process again"
-_GOODBYE = "it said goodbye"
-_MOST_REPLY = 64 * 1024
-"""Replies to requests that count are kept, and so are small."""
+"""How long the replies to a lost client are stored. The numbers of its requests are never forgotten."""
+_FORGOTTEN = (
+    f"this request was sent before, and its reply is stored for {_KEPT_S:g} s after a lost connection; start this "
+    "process again"
+)
+_CLOSED = "it closed the link"
+_MAX_ONCE_REPLY_BYTES = 64 * 1024
+"""Limit for the reply to a ONCE request, which is stored."""
 
 
 @dataclass
 class _Session:
-    """One asker, over all its connections."""
+    """One client, over all its links."""
 
     identity: bytes
     name: str
@@ -48,19 +52,19 @@ class _Session:
     answered: dict[int, tuple[Head, list[memoryview]]] = field(default_factory=dict)
     left_at: float = 0.0
     highest: int = 0
-    """The highest number of a request that counts."""
+    """The highest number of a ONCE request."""
     forgotten: int = 0
-    """Up to this number replies are not kept any more."""
+    """The replies up to this number are not stored any more."""
 
     def full(self, max_frame_bytes: int) -> bool:
-        """Whether more is open than should be, by number or by bytes."""
+        """Whether the open requests exceed their limit, in number or in bytes."""
         return len(self.open) >= _WINDOW or self.held > 4 * max_frame_bytes
 
 
 class Request:
-    """One request; reply or refuse once, from any thread. Its parts are read-only, and belong to it until then.
+    """One request. Call `reply` or `refuse` once, from any thread.
 
-    Whoever `keeps` them has them until `release`.
+    Its parts are read-only and valid until then, or with `keeps` set until `release`.
     """
 
     def __init__(self, server: Server, session: _Session, head: Head, parts: list[memoryview]) -> None:
@@ -74,7 +78,7 @@ class Request:
 
     @property
     def identity(self) -> bytes:
-        """Which asker's life this is; one that was started again has the same name and another identity."""
+        """The identity of the client object: a process that was started again has its old name and a new identity."""
         return self._session.identity
 
     @property
@@ -82,30 +86,31 @@ class Request:
         return self._head.verb
 
     def reply(self, parts: Sequence[memoryview] = (), *, priority: int = 0) -> None:
-        """Parts must not change any more; those of a request that counts are copied, and small."""
+        """Reply. The parts must not change any more; those for a ONCE request are copied, and limited to 64 KiB."""
         self._server._answer(self._session, self._head, Kind.REPLY, list(parts), priority)
 
     def release(self) -> None:
-        """The parts are not looked at any more."""
+        """Return the memory of the parts for reuse."""
         with self._server._lock:
-            self._server._give_back(self.parts)
+            self._server._reuse(self.parts)
 
     def refuse(self, why: str) -> None:
-        """One sentence instead of an answer."""
+        """Reply with one sentence, the reason: the client raises Refused."""
         self._server._answer(self._session, self._head, Kind.REFUSAL, [memoryview(why.encode()[:4096])])
 
 
 class Server:
-    """Listens at one address and hands requests to `handle`, in the thread that carries them: it must not wait.
+    """Listens at one address and passes requests to `handle`, in the carrier's thread: it must not block.
 
-    `joined` and `left` tell of askers that come for the first time, and of those that went (name, reason, identity): on
-    purpose, or by a link that broke and was not made anew within `grace_s`, or showed no sign of life for `patience_s`:
-    both by default as `WEFT_PEER_TIMEOUT_S` says. `encrypted` and `encrypt_loopback` are as for a client.
+    `joined` is called with the name of a new client, `left` with the name, a reason and the identity of a client that
+    has closed its link, or whose link broke and was not made again within `grace_s`. A link also breaks when its client
+    is silent for `patience_s`. The defaults are 0.4 (`patience_s`) and 0.3 (`grace_s`) of `WEFT_PEER_TIMEOUT_S`.
+    `encrypted` and `encrypt_loopback` are those of Client.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: Address,
         key: Key,
         handle: Callable[[Request], None],
         *,
@@ -127,117 +132,116 @@ class Server:
         self._lock = threading.RLock()
         self._linked = threading.Condition(self._lock)
         self._spare: dict[int, list[bytearray]] = {}
-        self._strangers: dict[socket.socket, None] = {}
+        self._unauthenticated: dict[socket.socket, None] = {}
         prepare()
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._listener = socket.create_server(address, family=family, backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listener = listen(address, backlog=128)
+        self.address = bound_address(self._listener)
         self._closed = False
         self._carrier = Carrier("weft-serve")
-        threading.Thread(target=self._welcome, name="weft-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="weft-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Say goodbye to everyone, and stop."""
+        """Close all links and stop listening."""
         self._closed = True
         with self._lock:
             links = [session.link for session in self._sessions.values() if session.link is not None]
         for link in links:
             link.send(Head(Kind.BYE))
         deadline = time.monotonic() + 1
-        while any(link.talks and not link.gone for link in links) and time.monotonic() < deadline:
+        while any(link.has_unsent and not link.gone for link in links) and time.monotonic() < deadline:
             time.sleep(0.005)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._carrier.close()
 
-    # --- at the door ------------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------------------------
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # no descriptors left: those who are in go on
+                time.sleep(0.05)  # no file descriptors are left; existing links go on
                 continue
-            self._make_room_for(sock)
-            threading.Thread(target=self._meet, args=(sock,), name="weft-meeting", daemon=True).start()
+            self._limit_unauthenticated(sock)
+            threading.Thread(target=self._authenticate, args=(sock,), name="weft-handshake", daemon=True).start()
 
-    def _make_room_for(self, sock: socket.socket) -> None:
-        """Where too many connections are unproven, the oldest ends: an asker with the key is through in no time."""
+    def _limit_unauthenticated(self, sock: socket.socket) -> None:
+        """Make room by ending the oldest unauthenticated connection: a client with the key authenticates quickly."""
         with self._lock:
-            while len(self._strangers) >= _STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+            while len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._unauthenticated))
+                del self._unauthenticated[oldest]
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
-            self._strangers[sock] = None
+            self._unauthenticated[sock] = None
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _authenticate(self, sock: socket.socket) -> None:
         try:
-            stream, guest = receive(sock, self.key, self._tls, encrypt_loopback=self.encrypt_loopback)
+            stream, caller = receive(sock, self.key, self._tls, encrypt_loopback=self.encrypt_loopback)
         except (OSError, PeerLost) as error:
-            log.info("turned somebody away: %s", error)
+            log.info("rejected an unauthenticated connection: %s", error)
             sock.close()
             return
         finally:
             with self._lock:
-                self._strangers.pop(sock, None)
-        if guest.pulse:
-            self._show_life(guest.identity, stream.sock)
+                self._unauthenticated.pop(sock, None)
+        if caller.pulse:
+            self._attach_pulse(caller.identity, stream.sock)
             return
-        link = Link(stream, guest.name, guest.identity, self, self.patience_s)
+        link = Link(stream, caller.name, caller.identity, self, self.patience_s)
         with self._lock:
             self._forget()
-            session = self._sessions.get(guest.identity)
+            session = self._sessions.get(caller.identity)
             new = session is None
             if session is None:
-                session = self._sessions[guest.identity] = _Session(guest.identity, guest.name, link)
+                session = self._sessions[caller.identity] = _Session(caller.identity, caller.name, link)
             old, session.link = session.link, link
             self._linked.notify_all()
         if old is not None and old is not link:
-            self._carrier.part(old)
+            self._carrier.replace(old)
         if new:
-            self._joined(guest.name)
+            self._joined(caller.name)
         self._carrier.carry(link)
 
-    def _show_life(self, identity: bytes, sock: socket.socket) -> None:
-        """A connection for heartbeats, for the link of the same asker, which was welcomed just before."""
+    def _attach_pulse(self, identity: bytes, sock: socket.socket) -> None:
+        """Attach a connection for heartbeats to the link of the same client, which was authenticated just before."""
 
-        def bare() -> Link | None:
+        def without_pulse() -> Link | None:
             session = self._sessions.get(identity)
             return session.link if session and session.link and session.link.pulse is None else None
 
         with self._linked:
-            link = self._linked.wait_for(bare, PATIENCE_S)
+            link = self._linked.wait_for(without_pulse, PATIENCE_S)
         if link is None:
             sock.close()
         else:
             link.attach(Pulse(sock))
 
     def _forget(self) -> None:
-        """Let go of the replies of those who went long ago; what they have asked must never count again."""
+        """Discard the replies of clients lost for _KEPT_S. Their ONCE requests are still never served again."""
         now = time.monotonic()
         for each in self._sessions.values():
             if each.link is None and now - each.left_at > _KEPT_S:
                 each.answered.clear()
                 each.forgotten = each.highest
 
-    # --- what links tell (in the carrier's thread) ------------------------------------------------------------------
+    # --- as the owner of links, in the carrier's thread -------------------------------------------------------------
 
     def place(self, link: Link, head: Head, sizes: Sequence[int]) -> list[memoryview]:
         with self._lock:
             return [memoryview(self._memory(size))[:size] for size in sizes]
 
     def _memory(self, size: int) -> bytearray:
-        """Of a size that is used again: the next power of two."""
-        room = 1 << max(6, (size - 1).bit_length())
-        spare = self._spare.get(room)
-        return spare.pop() if spare else bytearray(room)
+        """Memory of the next power of two, so that it can be reused."""
+        capacity = 1 << max(6, (size - 1).bit_length())
+        spare = self._spare.get(capacity)
+        return spare.pop() if spare else bytearray(capacity)
 
-    def _give_back(self, parts: Sequence[memoryview]) -> None:
+    def _reuse(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
             memory = part.obj
             if isinstance(memory, bytearray):
@@ -247,9 +251,9 @@ class Server:
 
     def arrived(self, link: Link, head: Head, parts: list[memoryview]) -> None:
         if head.kind == Kind.BYE:
-            raise FrameError(_GOODBYE)
+            raise FrameError(_CLOSED)
         if head.kind not in REQUESTS:
-            raise FrameError(f"a server is not sent {head.kind.name}")
+            raise FrameError(f"the client sent a {head.kind.name} frame, which servers do not accept")
         with self._lock:
             session = self._sessions.get(link.identity)
             if session is None or session.link is not link:
@@ -264,23 +268,23 @@ class Server:
                 return
             replayed = head.kind == Kind.ONCE and head.number <= session.settled
             if replayed or head.number in session.open:
-                return  # or it came again before it was answered
+                return  # sent again before its reply was
             if head.kind == Kind.ONCE and head.number <= session.forgotten:
                 link.send(Head(Kind.REFUSAL, head.verb, head.number), [memoryview(_FORGOTTEN.encode())])
                 return
             if head.kind == Kind.ONCE:
                 session.highest = max(session.highest, head.number)
-            if len(session.answered) >= _REMEMBERED:
-                raise FrameError(f"{_REMEMBERED} replies are not settled")
+            if len(session.answered) >= _MAX_REPLIES:
+                raise FrameError(f"the client has not settled {_MAX_REPLIES} replies")
             request = session.open[head.number] = Request(self, session, head, parts)
             session.held += sum(len(part) for part in parts)
             link.reads = not session.full(self.max_frame_bytes)
         try:
             self.handle(request)
         except Exception:
-            log.exception("a request of %s could not be served", session.name)
+            log.exception("the handler failed on a request of %s", session.name)
             with suppress(RuntimeError):
-                request.refuse("the server failed at that; its log says how")
+                request.refuse("the server failed on this request; its log has the traceback")
 
     def lost(self, link: Link, reason: str) -> None:
         with self._lock:
@@ -288,31 +292,34 @@ class Server:
             if session is None or session.link is not link:
                 return
             session.link, session.left_at = None, time.monotonic()
-        if reason == _GOODBYE:
+        if reason == _CLOSED:
             self._left(session.name, reason, session.identity)
         elif not self._closed:
-            waiting = threading.Timer(self.grace_s, self._gone_for_good, (session, session.left_at, reason))
-            waiting.daemon = True
-            waiting.start()
+            timer = threading.Timer(self.grace_s, self._report_loss, (session, session.left_at, reason))
+            timer.daemon = True
+            timer.start()
 
-    def _gone_for_good(self, session: _Session, since: float, reason: str) -> None:
+    def _report_loss(self, session: _Session, since: float, reason: str) -> None:
         if session.left_at == since and session.link is None and not self._closed:
             self._left(session.name, reason, session.identity)
 
-    def _answer(self, session: _Session, asked: Head, kind: Kind, parts: list[memoryview], priority: int = 0) -> None:
-        head = Head(kind, asked.verb, asked.number)
+    def _answer(self, session: _Session, to: Head, kind: Kind, parts: list[memoryview], priority: int = 0) -> None:
+        head = Head(kind, to.verb, to.number)
         with self._lock:
-            request = session.open.pop(asked.number, None)
+            request = session.open.pop(to.number, None)
             if request is None:
-                raise RuntimeError("a request is answered once")
+                raise RuntimeError("a request has one reply, and this one was sent")
             session.held -= sum(len(part) for part in request.parts)
-            if asked.kind == Kind.ONCE:
-                if sum(len(part) for part in parts) > _MOST_REPLY:
-                    raise ValueError("the reply to a request that counts is kept, and so is small; let it be asked for")
+            if to.kind == Kind.ONCE:
+                if sum(len(part) for part in parts) > _MAX_ONCE_REPLY_BYTES:
+                    raise ValueError(
+                        f"the reply to a ONCE request is stored and limited to {_MAX_ONCE_REPLY_BYTES} bytes; let the "
+                        "client fetch it with a QUERY"
+                    )
                 parts = [memoryview(bytes(part)) for part in parts]
-                session.answered[asked.number] = head, parts
+                session.answered[to.number] = head, parts
             if not request.keeps:
-                self._give_back(request.parts)
+                self._reuse(request.parts)
             link = session.link
             if link is not None and not link.reads and not session.full(self.max_frame_bytes // 2):
                 link.reads = True

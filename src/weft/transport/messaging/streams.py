@@ -1,44 +1,45 @@
-"""Bytes over a connection that never waits: as they are, or through TLS."""
+"""Non-blocking byte streams over a connection: plain, or through TLS."""
 
 from __future__ import annotations
 
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, final
 
-_UNSENT = 1024 * 1024
-"""Bytes that may wait in the kernel, so that what is sent later but is more urgent is not held up behind more."""
-_AT_ONCE = 256 * 1024
+from weft.transport.tcp import remaining_s, tune
+
+_CHUNK_BYTES = 256 * 1024
+"""Bytes that TLS encrypts or reads together."""
 
 
 class Stream(Protocol):
-    """What a link reads from and writes to; both take what can be done at once."""
+    """A connection whose reads and writes never block."""
 
     sock: socket.socket
 
     @property
     def unsent(self) -> bool:
-        """Whether something that was taken still waits to leave."""
+        """Whether bytes that `write` has taken still wait to be sent."""
 
     def read(self, into: memoryview) -> int:
-        """Fill as much as has come; 0: nothing has. Raises ConnectionError where the other side is gone."""
+        """Read what has arrived; returns the number of bytes, perhaps 0. Raises ConnectionError at the end."""
 
     def write(self, parts: Sequence[memoryview]) -> int:
-        """Take as much as can leave; returns how many bytes were taken."""
+        """Take as much as can be sent; returns the number of bytes taken."""
 
     def close(self) -> None: ...
 
 
+@final
 class Plain:
-    """As they are."""
+    """Bytes as they are."""
 
     unsent = False
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock = tuned(sock)
+        self.sock = tune(sock)
 
     def read(self, into: memoryview) -> int:
         try:
@@ -59,14 +60,15 @@ class Plain:
         self.sock.close()
 
 
+@final
 class Tls:
-    """Through TLS, whose handshake is over. Records are made and opened in memory: one system call moves many."""
+    """Bytes through TLS after its handshake. Records are built and opened in memory: one system call carries many."""
 
     def __init__(self, sock: socket.socket, tls: ssl.SSLObject, coming: ssl.MemoryBIO, going: ssl.MemoryBIO) -> None:
-        self.sock = tuned(sock)
+        self.sock = tune(sock)
         self._tls, self._coming, self._going = tls, coming, going
         self._rest = memoryview(b"")
-        self._buffer = memoryview(bytearray(_AT_ONCE))
+        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
 
     @property
     def unsent(self) -> bool:
@@ -103,9 +105,9 @@ class Tls:
             return 0
         taken = 0
         for part in parts:
-            some = part[: _AT_ONCE - taken]
+            some = part[: _CHUNK_BYTES - taken]
             taken += self._tls.write(some) if len(some) else 0
-            if taken >= _AT_ONCE:
+            if taken >= _CHUNK_BYTES:
                 break
         self._rest = memoryview(self._going.read())
         self._flush()
@@ -124,14 +126,11 @@ class Tls:
 
 
 def handshake(sock: socket.socket, context: ssl.SSLContext, deadline: float, *, server: bool) -> Tls:
-    """TLS over a connection that still waits. Raises TimeoutError where it is not over by the deadline."""
+    """The TLS handshake over a blocking socket. Raises TimeoutError where it is not complete by the deadline."""
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(coming, going, server_side=server)
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the other side takes too long")
-        sock.settimeout(left)
+        sock.settimeout(remaining_s(deadline))
         try:
             tls.do_handshake()
             done = True
@@ -139,7 +138,7 @@ def handshake(sock: socket.socket, context: ssl.SSLContext, deadline: float, *, 
             done = False
         except ssl.SSLError:
             with suppress(OSError):
-                sock.sendall(going.read())  # the alert, which tells the other side
+                sock.sendall(going.read())  # the alert, with the reason for the peer
             raise
         sock.sendall(going.read())
         if done:
@@ -148,14 +147,3 @@ def handshake(sock: socket.socket, context: ssl.SSLContext, deadline: float, *, 
         if not some:
             raise ConnectionResetError("the connection was closed")
         coming.write(some)
-
-
-def tuned(sock: socket.socket) -> socket.socket:
-    """Never waits, sends at once, and keeps little in the kernel."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with suppress(OSError, AttributeError):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
-    return sock
