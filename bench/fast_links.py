@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 
-from weft.lab import trial
+from weft.lab import child, trial
 from weft.lab.cluster import Loopback
-from weft.lab.trial import WARMUP, Contender, Task
+from weft.lab.contender import WARMUP, Contender, Task
 from weft.runtime.launch.launcher import find_job
 from weft.strategy import Strategy
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["ddp", "ddp again"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    importlib.import_module("weft.lab.peers._child")  # once, for all that are forked
+    importlib.import_module("weft.runtime.run")  # once, for all that are forked
     contenders = [Contender(name=name, strategy=Strategy.parse(OURS.get(name, name))) for name in options.only]
     contenders += [Contender(name=name, peer=PEERS[name]) for name in options.peers]
     args = ("--size", options.size) if options.size else ()
@@ -88,8 +88,7 @@ def once(
     env |= {"WEFT_OUT": str(out), "WEFT_STEPS": str(task.steps), "WEFT_SEED": str(seed), "WEFT_SAVE_EVERY": "0"}
     env |= {"WEFT_PEER": contender.peer} if contender.peer else {"WEFT_CLI_STRATEGY": str(contender.strategy)}
     env["WEFT_DEVICE"] = "cpu"
-    module = "weft.lab.peers._child" if contender.peer else "weft.runtime.launch.child"
-    words = ["-m", module, str(find_job(task.job)), *task.args]
+    words = ["-m", child.MODULE, str(find_job(task.job)), *task.args]
     if launcher == "torchrun":
         failed = wait(
             [start(["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={hosts}", *words], env)]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import weft
+from weft.lab.instruments.straggler import Slow
 from weft.profile import Profile
-from weft.runtime.pace import Slow
 
 COMPUTE_S = 0.3
 SAMPLES = 32
@@ -56,7 +56,7 @@ def main() -> None:
 def drawn(own: float, steps: int) -> float:
     """The sum of own rates with the slow steps that were drawn for each worker."""
     slow = Slow.parse("4x@10%")
-    factors = [statistics.mean(slow.now(0, rank, step) for step in range(5, steps)) for rank in range(4)]
+    factors = [statistics.mean(slow.at(0, rank, step) for step in range(5, steps)) for rank in range(4)]
     return sum(own / factor for factor in factors)
 
 

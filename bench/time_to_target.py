@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 import weft
-from weft.lab.trial import reached_apart
+from weft.lab.figures import time_to_target_apart_s
 
 WAYS = {
     "ring, bsp": "bsp / ring",
@@ -64,7 +64,7 @@ def main() -> None:
                 print(f"| {name} | {row['name']} | {row['error']} |")
                 continue
             folder = out / f"{number + 1:02d}-seed0"
-            times = [reached_apart(folder, 4, target) for target in args.targets]
+            times = [time_to_target_apart_s(folder, 4, target) for target in args.targets]
             cells = [f"{seconds:.1f}" if seconds is not None else "not" for seconds in times]
             step = f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"
             print(f"| {name} | {row['name']} | {step} | " + " | ".join(cells) + f" | {after(folder)} |", flush=True)

@@ -185,27 +185,27 @@ from weft.lab.cluster import Cluster
 with Cluster(hosts=2, bandwidth="1gbit", verify=False) as cluster:
     at = [*cluster.command(1), "sh", "-c", "sleep 600; echo weft-sleeper"]
     sleeper = subprocess.Popen(at)
-    print(cluster._keeper.pid, flush=True)
+    print(cluster._process.pid, flush=True)
     sys.stdin.read()
 """
 
 
-def first_process(keeper: int) -> int:
-    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+def first_process(owner: int) -> int:
+    return int(Path(f"/proc/{owner}/task/{owner}/children").read_text().split()[0])
 
 
-@pytest.mark.parametrize("victim", ["launcher", "keeper", "first process"])
+@pytest.mark.parametrize("victim", ["launcher", "owner", "first process"])
 def test_kill_9_leaves_nothing(victim: str) -> None:
     before = traces()
     command = [sys.executable, "-c", LAUNCHER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None and launcher.stdin is not None
-        keeper = int(launcher.stdout.readline())
+        owner = int(launcher.stdout.readline())
         until = time.monotonic() + 10
         while not any("weft-sleeper" in words for words in traces()["process"]) and time.monotonic() < until:
             time.sleep(0.05)
         assert any("weft-sleeper" in words for words in traces()["process"])
-        os.kill({"launcher": launcher.pid, "keeper": keeper, "first process": first_process(keeper)}[victim], 9)
+        os.kill({"launcher": launcher.pid, "owner": owner, "first process": first_process(owner)}[victim], 9)
         if victim != "launcher":
             launcher.kill()
     assert settled(before) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ import weft
 from weft.errors import JobError
 from weft.lab import peers, trial
 from weft.lab.cluster import Cluster
-from weft.lab.trial import Contender, Task
+from weft.lab.contender import Contender, Task
+from weft.lab.rows import Row
 from weft.profile import Profile
+from weft.runtime.record import run_folder
 from weft.strategy import Strategy
 
 WEFT = [sys.executable, "-m", "weft.cli"]
@@ -26,9 +29,7 @@ FRAME = 1514 / 1448
 
 RESULT = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss", "date", "cluster", "machine"]
 RESULT += ["one_host", "interrupted", "rows", "curves", "timelines", "folder"]
-ROW = ["name", "kind", "sentence", "step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker"]
-ROW += ["wire_bytes_link", "exposed_s", "compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s"]
-ROW += ["asynchrony", "compute", "error"]
+ROW = [field.name for field in dataclasses.fields(Row)]
 
 
 def call(*args: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,7 @@ def test_keys(compared: dict[str, Any], place: Path) -> None:
 def test_rows_tell_the_truth_about_the_wire(compared: dict[str, Any]) -> None:
     """What the links carried is what each row declares, plus headers."""
     ring, sparse, ddp = compared["rows"]
-    size = 4 * sum(spec.numel for spec in trial.run_folder.model(Path(compared["folder"]) / "one-host"))
+    size = 4 * sum(spec.numel for spec in run_folder.model(Path(compared["folder"]) / "one-host"))
     assert ring["wire_bytes_worker"] == ddp["wire_bytes_worker"] == size
     for row in (ring, ddp):
         assert row["wire_bytes_link"] == pytest.approx(row["wire_bytes_worker"] * FRAME, rel=0.02)
@@ -126,7 +127,7 @@ def test_sleeping_compute_sends_what_real_compute_sends(tmp_path: Path, compared
     assert ring["wire_bytes_link"] == pytest.approx(ring["wire_bytes_worker"] * FRAME, rel=0.02)
     assert "--compute real" in fsdp["error"]
     assert {name for name, _ in Profile.read(tmp_path / "out/profile.json").backward} == {
-        spec.name for spec in trial.run_folder.model(tmp_path / "out/one-host")
+        spec.name for spec in run_folder.model(tmp_path / "out/one-host")
     }
 
 

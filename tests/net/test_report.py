@@ -19,25 +19,25 @@ import pytest
 
 from weft.errors import UserError
 from weft.lab import _plots, report
+from weft.lab.rows import Row
 
 PLOTS = ("step", "loss", "timeline")
-FIGURES = ("step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker", "wire_bytes_link")
-FIGURES += ("exposed_s", "compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s")
 
 
-def row(name: str, step_s: float, *, kind: str = "strategy", spread_s: float = 0.02, **others: Any) -> dict[str, Any]:
+def row(name: str, step_s: float, *, spread_s: float = 0.02, **others: Any) -> dict[str, Any]:
     """A row as `weft compare` gives it, its figures in keeping with one another."""
-    bound_s = others.pop("bound_s", step_s * 0.9)
+    bound_s = step_s * 0.9
     figures: dict[str, Any] = {"step_s": step_s, "step_s_spread": spread_s, "samples_per_s": 128 / step_s}
     figures |= {"speedup": 0.38 * 4 / step_s, "wire_bytes_worker": 1.5e8, "wire_bytes_link": 1.57e8}
     figures |= {"compute_s": 0.4, "exposed_s": step_s - 0.4, "bound_s": bound_s, "bound_share": bound_s / step_s}
     figures |= {"final_loss": 2.31, "time_to_target_s": 12.3}
-    sentence = f"{name}: every worker waits for every worker."
-    return {"name": name, "kind": kind, "sentence": sentence, **figures, "compute": "real", "error": None, **others}
+    known = {"kind": "strategy", "sentence": f"{name}: every worker waits for every worker.", "compute": "real"}
+    return Row(name=name, **(known | figures | others)).to_json()
 
 
 def failed(name: str, error: str) -> dict[str, Any]:
-    return {**row(name, 1.0), **dict.fromkeys(FIGURES), "error": error}
+    sentence = f"{name}: every worker waits for every worker."
+    return Row(name=name, kind="strategy", sentence=sentence, compute="real", error=error).to_json()
 
 
 def curve(step_s: float, step_bytes: float) -> dict[str, list[float]]:

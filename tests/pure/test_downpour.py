@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.errors import Conflict, SpellingError
-from weft.lab.trial import Contender
+from weft.lab.contender import Contender
 from weft.ops import Spec
 from weft.optimization.downpour import Downpour
 from weft.strategy import Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -22,9 +22,10 @@ from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_lin
 from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
 from weft.lab.compare import conduct
-from weft.lab.rows import Board
+from weft.lab.contender import Contender
+from weft.lab.progress import Progress
+from weft.lab.rows import Row, rows_of
 from weft.lab.spec import DEFAULTS, CompareSpec, contenders
-from weft.lab.trial import Contender
 from weft.profile import Profile
 from weft.strategy import Strategy
 from weft.units import bytes_text
@@ -94,10 +95,11 @@ def compare(
     with _Watch(show) as watch:
         found = conduct(spec, watch)
     emit(found.result, json)
-    show.print(_table(found.result["rows"], show.width))
-    for row in found.result["rows"]:
-        if row["error"] is not None:
-            show.print(f"{row['name']}: {row['error']}", markup=False)
+    rows = rows_of(found.result)
+    show.print(_table(rows, show.width))
+    for row in rows:
+        if row.error is not None:
+            show.print(f"{row.name}: {row.error}", markup=False)
     one = found.result["one_host"]
     show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
     show.print(f"{compute} compute on {found.result['machine']['cores']} cores")
@@ -149,45 +151,46 @@ class _Watch:
         if self.live is not None:
             self.live.stop()
 
-    def __call__(self, board: Board) -> None:
-        if not board.emulated:
+    def __call__(self, progress: Progress) -> None:
+        if not progress.emulated:
             self._say("hosts are processes on loopback, links are not shaped")
         self._say("one host alone, to learn what a step takes …")
-        if board.expected_s is not None:
-            runs = (len(board.spec.contenders) + 1) * board.spec.seeds
-            self._say(f"expected: about {_duration(board.expected_s)} for {runs} runs of {board.spec.steps} steps")
+        if progress.expected_s is not None:
+            spec = progress.spec
+            runs = (len(spec.contenders) + 1) * spec.seeds
+            self._say(f"expected: about {_duration(progress.expected_s)} for {runs} runs of {spec.steps} steps")
         if self.live is not None:
-            self.live.update(self._picture(board))
+            self.live.update(self._picture(progress))
         else:
-            self._lines(board)
+            self._lines(progress)
 
     def _say(self, text: str) -> None:
         if text not in self.said:
             self.said.add(text)
             self.show.print(text)
 
-    def _lines(self, board: Board) -> None:
-        done = sum(len(samples) for samples in board.samples.values()) + len(board.errors) + len(board.alone)
-        if done > self.done and not board.running:
+    def _lines(self, progress: Progress) -> None:
+        done = sum(len(samples) for samples in progress.samples.values()) + len(progress.errors) + len(progress.alone)
+        if done > self.done and not progress.running:
             self.done = done
-            left = f", {_duration(self._left(board))} left" if board.expected_s else ""
+            left = f", {_duration(self._left(progress))} left" if progress.expected_s else ""
             self.show.print(f"{done} runs done{left}")
 
-    def _left(self, board: Board) -> float:
-        return max(0.0, (board.expected_s or 0.0) - (time.monotonic() - self.began))
+    def _left(self, progress: Progress) -> float:
+        return max(0.0, (progress.expected_s or 0.0) - (time.monotonic() - self.began))
 
-    def _picture(self, board: Board) -> Table:
-        table = _table(board.rows(), self.show.width)
-        event = board.event
+    def _picture(self, progress: Progress) -> Table:
+        table = _table(progress.rows(), self.show.width)
+        event = progress.event
         at = f"step {event['step']}/{event['steps']}" if event else "starting"
-        left = f"about {_duration(self._left(board))} left" if board.expected_s else ""
-        table.caption = escape(f"{board.running}: {at}   {left}" if board.running else left)
+        left = f"about {_duration(self._left(progress))} left" if progress.expected_s else ""
+        table.caption = escape(f"{progress.running}: {at}   {left}" if progress.running else left)
         return table
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> Table:
+def _table(rows: Sequence[Row], width: int) -> Table:
     """The rows, for a terminal: as many columns as there is room for beside the names."""
-    names = min(max(len(row["name"]) for row in rows), max(20, width // 3))
+    names = min(max(len(row.name) for row in rows), max(20, width // 3))
     room = width - names
     chosen = [column for column in _columns(rows) if (room := room - len(column[0]) - 2) >= 0]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
@@ -195,33 +198,36 @@ def _table(rows: list[dict[str, Any]], width: int) -> Table:
     for head, _ in chosen:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        cells = [text(row) for _, text in chosen] if row["step_s"] is not None else ["–"]
-        table.add_row(escape(row["name"]), *cells)
+        cells = [text(row) for _, text in chosen] if row.step_s is not None else ["–"]
+        table.add_row(escape(row.name), *cells)
     return table
 
 
-def _columns(rows: list[dict[str, Any]]) -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
+def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """Heading and cell of each column, the most telling first."""
-
-    def milliseconds(key: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row[key] * 1e3:.0f}"
-
-    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("    step ms", lambda row: f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"),
-        ("samples/s", lambda row: f"{row['samples_per_s']:.1f}"),
-        ("of bound", lambda row: f"{row['bound_share']:.0%}"),
-        ("    sent", lambda row: bytes_text(row["wire_bytes_worker"])),
-        (" loss", lambda row: f"{row['final_loss']:.3f}" if row["final_loss"] is not None else ""),
-        ("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] else ""),
-        ("bound ms", milliseconds("bound_s")),
-        ("exposed ms", milliseconds("exposed_s")),
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("    step ms", lambda row: f"{_ms(row.step_s)} ± {_ms(row.step_s_spread)}"),
+        ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),
+        ("of bound", lambda row: _text(row.bound_share, "{:.0%}".format)),
+        ("    sent", lambda row: _text(row.wire_bytes_worker, bytes_text)),
+        (" loss", lambda row: _text(row.final_loss, "{:.3f}".format)),
+        ("speed-up", lambda row: _text(row.speedup, "{:.2f}".format)),
+        ("bound ms", lambda row: _ms(row.bound_s)),
+        ("exposed ms", lambda row: _ms(row.exposed_s)),
     ]
-    if any(row["wire_bytes_link"] is not None for row in rows):
-        columns.append(("busiest link", lambda row: bytes_text(row["wire_bytes_link"] or 0)))
-    if any(row["time_to_target_s"] is not None for row in rows):
-        reached = lambda row: f"{row['time_to_target_s']:.1f}" if row["time_to_target_s"] else "not reached"  # noqa: E731
-        columns.insert(1, ("to target s", reached))
+    if any(row.wire_bytes_link is not None for row in rows):
+        columns.append(("busiest link", lambda row: bytes_text(row.wire_bytes_link or 0)))
+    if any(row.time_to_target_s is not None for row in rows):
+        columns.insert(1, ("to target s", lambda row: _text(row.time_to_target_s, "{:.1f}".format, "not reached")))
     return columns
+
+
+def _text(value: float | None, text: Callable[[float], str], missing: str = "") -> str:
+    return text(value) if value is not None else missing
+
+
+def _ms(seconds: float | None) -> str:
+    return _text(seconds, lambda known: f"{known * 1e3:.0f}")
 
 
 def _duration(seconds: float) -> str:

@@ -80,7 +80,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _end(name: str) -> None:
-    """Tell the keeper to leave, and wait until its socket is gone: with it went everything."""
+    """End the cluster's process, and wait until its socket is gone: with it everything is gone."""
     with control_socket.connect(name) as end:
         control_socket.send(end, {"do": "end"})
         while end.recv(4096):
@@ -90,4 +90,4 @@ def _end(name: str) -> None:
             control_socket.connect(name).close()
         except JobError:
             return
-    raise JobError(f"the lab '{name}' does not end; its keeper hangs")
+    raise JobError(f"the lab '{name}' does not end; its process hangs")

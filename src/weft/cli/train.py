@@ -20,6 +20,7 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
+from weft.lab import child as lab_child
 from weft.lab.cluster import Cluster
 from weft.lab.spec import parse_slow
 from weft.lab.trial import slow_seat
@@ -110,6 +111,7 @@ def train(
         share_gpus=share_gpus,
         policy=policy,
         grace_s=grace,
+        module=lab_child.MODULE if slow else Launch.module,
     )
     with ExitStack() as held:
         if resume is not None:

@@ -1,13 +1,25 @@
 """The lab measures: an emulated cluster on one Linux machine, and the same job really run on it in several ways.
 
-namespaces   what the kernel is asked for
-keeper       the process that owns an emulated cluster; all of it goes when the keeper goes
-cluster      a cluster to enter and leave: hosts, links, counters
-enter        starts a command on an emulated host
-peers/       PyTorch's own wrappers, to run the same job under
-experiment   one contender, one seed: a run on the cluster and what was measured
-request      what to compare, and on what
-compare      several contenders, interleaved: `weft compare`
-board        how far that is, and its rows
-report       what it leaves for people to read
+The cluster
+    cluster           a cluster as a context manager: hosts, links, counters
+    cluster_process   the process that owns an emulated cluster; the cluster ends with it
+    control_socket    requests to that process
+    namespaces        the system calls
+    exec_on_host      starts a command on an emulated host
+    probe             measures the rates of links
+
+A comparison (`weft compare`)
+    spec              the contenders, the cluster and the options
+    contender         a strategy or a peer, and the task that all of them run
+    peers/            PyTorch's own wrappers, to run the same job under
+    trial             runs one contender with one seed
+    figures           the figures of that run
+    rows              one row for each contender: `Row` defines its keys
+    progress          the state of a comparison that is under way
+    compare           runs all contenders, interleaved
+    report            the HTML page, with its plots (`_plots`)
+
+The processes
+    child             one process of a run of the lab
+    instruments/      stragglers, sleeping compute, the profiler
 """

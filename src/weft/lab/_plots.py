@@ -12,6 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UserError
+from weft.lab.rows import rows_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Result = dict[str, Any]
-Row = dict[str, Any]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette without its yellow, which white paper swallows."""
@@ -55,11 +55,6 @@ def plain(value: float) -> str:
 
 def ms(seconds: float) -> str:
     return plain(seconds * 1e3)
-
-
-def finished(row: Row) -> bool:
-    """Whether a row has figures; an error may be an empty text."""
-    return row["error"] is None
 
 
 def shown(name: str, most: int = 100) -> str:
@@ -121,26 +116,26 @@ def _draw_steps(result: Result) -> Figure | None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    rows = result["rows"]
-    done = [row for row in rows if finished(row)]
+    rows = rows_of(result)
+    done = [row for row in rows if row.finished]
     if not done:
         return None
-    longest = max(max(row["step_s"] + (row["step_s_spread"] or 0), row["bound_s"] or 0) for row in done)
+    longest = max(max((row.step_s or 0) + (row.step_s_spread or 0), row.bound_s or 0) for row in done)
     figure, axes = _lanes(34.0 * len(rows), RIGHT, longest * 1.12)
     for index, row in enumerate(rows):
         top = 34.0 * index
-        axes.text(0, top + 11, shown(row["name"]), va="baseline")
-        if not finished(row):
+        axes.text(0, top + 11, shown(row.name), va="baseline")
+        if row.step_s is None or not row.finished:
             axes.text(0, top + 25, "did not finish", va="baseline", color=MUTED, style="italic")
             continue
-        step, spread, bound = row["step_s"] * 1e3, (row["step_s_spread"] or 0) * 1e3, (row["bound_s"] or 0) * 1e3
-        computing = min((row["compute_s"] or 0) * 1e3, step)
+        step, spread, bound = row.step_s * 1e3, (row.step_s_spread or 0) * 1e3, (row.bound_s or 0) * 1e3
+        computing = min((row.compute_s or 0) * 1e3, step)
         parts = [(0, computing), (computing, step - computing)]
         axes.broken_barh(parts, (top + 16, 12), facecolors=[colour(index), pale(colour(index))], linewidth=0)
         axes.errorbar(step, top + 22, xerr=spread, color=INK, linewidth=1, capsize=2.5)
-        if row["bound_s"] is not None:
+        if row.bound_s is not None:
             axes.plot([bound, bound], [top + 14.5, top + 29.5], color=INK, linewidth=2, solid_capstyle="butt")
-        axes.text(max(step + spread, bound), top + 25, f"  {ms(row['step_s'])} ms", va="baseline")
+        axes.text(max(step + spread, bound), top + 25, f"  {ms(row.step_s)} ms", va="baseline")
     bars = [
         Patch(color=MUTED, linewidth=0, label="computing"),
         Patch(color=pale(MUTED), linewidth=0, label="exposed communication"),
@@ -156,7 +151,7 @@ def _draw_losses(result: Result) -> Figure | None:
     from matplotlib.figure import Figure
 
     curves = result["curves"]
-    rows = [(index, row["name"]) for index, row in enumerate(result["rows"]) if curves.get(row["name"], {}).get("loss")]
+    rows = [(index, row.name) for index, row in enumerate(rows_of(result)) if curves.get(row.name, {}).get("loss")]
     if not rows:
         return None
     columns = 2 if max(len(name) for _, name in rows) <= 48 else 1
@@ -210,7 +205,7 @@ def _draw_timelines(result: Result) -> Figure | None:
     """One step per row: what the loop does, and what is on the wire meanwhile, on one time axis."""
     from matplotlib.patches import Patch
 
-    found = [(i, row, result["timelines"].get(row["name"])) for i, row in enumerate(result["rows"])]
+    found = [(i, row, result["timelines"].get(row.name)) for i, row in enumerate(rows_of(result))]
     rows = [(index, row, line, lanes_of(line["wire"])) for index, row, line in found if line and line["loop"]]
     if not rows:
         return None
@@ -220,7 +215,7 @@ def _draw_timelines(result: Result) -> Figure | None:
     figure, axes = _lanes(sum(heights), 44, longest * 1.1)
     top = 0.0
     for (index, row, line, lanes), each, height in zip(rows, thick, heights, strict=True):
-        axes.text(0, top + 12, shown(row["name"]), va="baseline")
+        axes.text(0, top + 12, shown(row.name), va="baseline")
         axes.annotate("loop", (0, top + 26), (-6, 0), textcoords="offset points", ha="right", color=MUTED)
         for phase, start, end in line["loop"]:
             look: dict[str, Any] = {"facecolor": PHASES.get(phase, "#a08f6a"), "edgecolor": MUTED, "linewidth": 0.4}

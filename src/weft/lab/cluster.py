@@ -76,7 +76,7 @@ class Cluster:
         self.links = [Link(host=host, asked=rate) for host, rate in rates.items()]
         self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
         self.verify, self.detached = verify, name is not None
-        self._shard_server: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def hosts(self) -> int:
@@ -102,7 +102,7 @@ class Cluster:
         if sys.platform != "linux":
             raise NoLabError("emulated clusters need Linux; use --links loopback to run without shaped links")
         spec = {"name": self.name, "rates": [int(link.asked) for link in self.links], "detached": self.detached}
-        self._shard_server = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "weft.lab.cluster_process", json.dumps(spec)],
             stdin=subprocess.DEVNULL if self.detached else subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -110,8 +110,8 @@ class Cluster:
             start_new_session=self.detached,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_path()), "OMP_NUM_THREADS": "1"},
         )
-        assert self._shard_server.stdout is not None
-        word = self._shard_server.stdout.readline()
+        assert self._process.stdout is not None
+        word = self._process.stdout.readline()
         said = json.loads(word) if word else {"error": "the emulated cluster ended as it began", "refused": True}
         if "error" in said:
             self.down()
@@ -121,18 +121,18 @@ class Cluster:
 
     def down(self) -> None:
         """Take it apart, with whatever still runs on its hosts."""
-        keeper, self._shard_server = self._shard_server, None
-        if keeper is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        if keeper.stdin is not None:
-            keeper.stdin.close()
+        if process.stdin is not None:
+            process.stdin.close()
         try:
-            keeper.wait(timeout=5)
+            process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            keeper.kill()
-            keeper.wait()
-        if keeper.stdout is not None:
-            keeper.stdout.close()
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
     # --- use --------------------------------------------------------------------------------------------------------
 
@@ -265,5 +265,5 @@ def _error(link: Link) -> float:
 
 
 def _path() -> list[str]:
-    """The folder that this very package lies in comes first for the keeper, too."""
+    """The cluster's process imports this very package: the folder that holds it comes first."""
     return [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

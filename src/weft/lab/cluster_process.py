@@ -39,7 +39,7 @@ def host_address(host: int) -> str:
     return f"{NETWORK}{host + 1}"
 
 
-class Keeper:
+class ClusterProcess:
     """Hosts and links, made and read through netlink."""
 
     def __init__(self, rates: list[int], user: bool) -> None:
@@ -47,7 +47,7 @@ class Keeper:
 
         self.rates, self.cut = list(rates), [False] * len(rates)
         self.net = IPRoute()
-        self.home = {kind: os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for kind, name in _files(user)}
+        self.own = {kind: os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for kind, name in _files(user)}
         self.hosts: list[dict[int, int]] = []
         self.inside: list[Any] = []
         self.ports: list[int] = []
@@ -70,7 +70,7 @@ class Keeper:
         """A host with its cable: `eth0` on its side, `host<i>` on the bridge's."""
         from pyroute2 import IPRoute
 
-        with self._back_home():
+        with self.own_namespaces():
             namespaces.unshare(namespaces.NEWNET | namespaces.NEWUTS)
             namespaces.hostname(f"host{host}")
             with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class Keeper:
             named = Path(f"/run/netns/host{host}")
             named.touch()
             namespaces.bind("/proc/thread-self/ns/net", str(named))
-        self.hosts.append(self.home | fds)
+        self.hosts.append(self.own | fds)
         self.inside.append(inside)
         peer = {"ifname": "eth0", "net_ns_fd": fds[namespaces.NEWNET]}
         self.net.link("add", ifname=f"host{host}", kind="veth", peer=peer)
@@ -96,14 +96,15 @@ class Keeper:
             net.link("set", index=index, state="up")
 
     @contextlib.contextmanager
-    def _back_home(self) -> Iterator[None]:
+    def own_namespaces(self) -> Iterator[None]:
+        """Inside, this process may enter other namespaces; afterwards it is in its own again."""
         try:
             yield
         finally:
-            namespaces.setns(self.home[namespaces.NEWNET], namespaces.NEWNET)
-            namespaces.setns(self.home[namespaces.NEWUTS], namespaces.NEWUTS)
+            namespaces.setns(self.own[namespaces.NEWNET], namespaces.NEWNET)
+            namespaces.setns(self.own[namespaces.NEWUTS], namespaces.NEWUTS)
 
-    # --- what can be asked for --------------------------------------------------------------------------------------
+    # --- requests over the control socket ---------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         return {"addresses": [host_address(h) for h in range(len(self.rates))], "rates": self.rates, "cut": self.cut}
@@ -199,16 +200,16 @@ def main() -> None:
     namespaces.die_with_parent()
     try:
         namespaces.private_mounts()
-        keeper = Keeper(spec["rates"], user)
+        cluster = ClusterProcess(spec["rates"], user)
     except ImportError:
         _announce({"error": "the lab needs pyroute2; pip install pyroute2", "refused": True})
         os._exit(1)
     except Exception as error:
         _announce({"error": f"the emulated cluster cannot be made here: {error}", "refused": True})
         os._exit(1)
-    _announce({"addresses": keeper.describe()["addresses"]})
+    _announce({"addresses": cluster.describe()["addresses"]})
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(keeper, listener, attached=not spec.get("detached"))
+        _serve(cluster, listener, attached=not spec.get("detached"))
     os._exit(0)
 
 
@@ -217,7 +218,7 @@ def _announce(word: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _serve(keeper: Keeper, listener: socket.socket, *, attached: bool) -> None:
+def _serve(cluster: ClusterProcess, listener: socket.socket, *, attached: bool) -> None:
     doors = selectors.DefaultSelector()
     doors.register(listener, selectors.EVENT_READ)
     if attached:
@@ -240,27 +241,29 @@ def _serve(keeper: Keeper, listener: socket.socket, *, attached: bool) -> None:
                     continue
                 if request["do"] == "end":
                     return
-                _answer(keeper, key.fileobj, request)
+                _answer(cluster, key.fileobj, request)
             elif not os.read(sys.stdin.fileno(), 1):
                 return
 
 
-def _answer(keeper: Keeper, end: socket.socket, request: dict[str, Any]) -> None:
+def _answer(cluster: ClusterProcess, end: socket.socket, request: dict[str, Any]) -> None:
     do = request.pop("do")
     try:
         if do == "enter":
-            if not 0 <= request["host"] < len(keeper.hosts):
-                raise ValueError(f"there is no host {request['host']}; hosts are numbered 0 to {len(keeper.hosts) - 1}")
-            mine = keeper.hosts[request["host"]]
+            if not 0 <= request["host"] < len(cluster.hosts):
+                raise ValueError(
+                    f"there is no host {request['host']}; hosts are numbered 0 to {len(cluster.hosts) - 1}"
+                )
+            mine = cluster.hosts[request["host"]]
             kinds = [kind for kind in control_socket.KINDS if kind in mine]
             socket.send_fds(end, [json.dumps({"kinds": kinds}).encode()], [mine[kind] for kind in kinds])
             return
         actions: dict[str, Callable[..., dict[str, Any]]] = {
-            "describe": keeper.describe,
-            "rate": keeper.rate,
-            "link": keeper.link,
+            "describe": cluster.describe,
+            "rate": cluster.rate,
+            "link": cluster.link,
         }
-        actions |= {"counters": keeper.counters, "measure": keeper.measure}
+        actions |= {"counters": cluster.counters, "measure": cluster.measure}
         control_socket.send(end, actions[do](**request))
     except Exception as error:
         with contextlib.suppress(OSError):

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
+from weft.lab import figures, trial
 from weft.lab import peers as others
-from weft.lab import trial
 from weft.lab.cluster import Cluster, Loopback, NoLabError
+from weft.lab.contender import Contender, Task
+from weft.lab.figures import Sample
+from weft.lab.progress import Progress
 from weft.lab.report import write_report
-from weft.lab.rows import Board
 from weft.lab.spec import CompareSpec, contenders, parse_slow, spelled
-from weft.lab.trial import Contender, Sample, Site, Task
+from weft.lab.trial import Site
 from weft.profile import Profile
 from weft.runtime.launch.launcher import find_job
 from weft.runtime.launch.supervise import JobFailedError
@@ -64,7 +66,7 @@ def compare(
     job: str,
     *strategies: str | Strategy | Mapping[str, str],
     peers: Sequence[str] = (),
-    watch: Callable[[Board], None] = lambda _: None,
+    watch: Callable[[Progress], None] = lambda _: None,
     **options: Any,
 ) -> Comparison:
     """Run `job` under each strategy and peer on an emulated cluster, and compare.
@@ -75,31 +77,31 @@ def compare(
     return conduct(CompareSpec(job=job, contenders=contenders(strategies, peers), **options).checked(), watch)
 
 
-def conduct(spec: CompareSpec, watch: Callable[[Board], None]) -> Comparison:
+def conduct(spec: CompareSpec, watch: Callable[[Progress], None]) -> Comparison:
     """Carry a comparison out. Interrupted, it keeps and reports what is finished."""
     out = _folder(spec)
     fresh = not out.exists()
-    board = Board(spec)
+    progress = Progress(spec=spec)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         with _site(spec) as site:
-            board.links, board.threads = [link.row() for link in site.links], site.threads
-            board.emulated = isinstance(site, Cluster)
+            progress.links, progress.threads = [link.row() for link in site.links], site.threads
+            progress.emulated = isinstance(site, Cluster)
             _make(out)
-            _runs(spec, board, site, out, watch)
+            _runs(spec, progress, site, out, watch)
     except BaseException as error:
-        board.interrupted = isinstance(error, KeyboardInterrupt)
-        if not board.interrupted or not (board.samples or board.errors):
+        progress.interrupted = isinstance(error, KeyboardInterrupt)
+        if not progress.interrupted or not (progress.samples or progress.errors):
             _tidy(out, fresh)
             raise
-    result = _result(spec, board, out, began)
+    result = _result(spec, progress, out, began)
     write_json(out / "compare.json", result)
     try:
         report = write_report(result, out)
     except UserError:
         report = None
-    if board.interrupted:
-        watch(board)
+    if progress.interrupted:
+        watch(progress)
     return Comparison(result, out, report)
 
 
@@ -119,16 +121,16 @@ def _site(spec: CompareSpec) -> Iterator[Site]:
     yield Loopback(spec.all_hosts)
 
 
-def _runs(spec: CompareSpec, board: Board, site: Site, out: Path, watch: Callable[[Board], None]) -> None:
+def _runs(spec: CompareSpec, progress: Progress, site: Site, out: Path, watch: Callable[[Progress], None]) -> None:
     """One host first, then rounds; computing alone is measured in every round, as one contender among others."""
 
     def once(contender: Contender, task: Task, seed: int, name: str, **more: Any) -> Sample:
         def on_event(event: dict[str, Any]) -> None:
-            board.event = event
-            watch(board)
+            progress.event = event
+            watch(progress)
 
-        board.running, board.event = contender.name, {}
-        watch(board)
+        progress.running, progress.event = contender.name, {}
+        watch(progress)
         return trial.run(task, site, contender, seed, out / name, on_event, **{"hosts": spec.hosts} | more)
 
     task = Task(job=spec.job, args=spec.args, steps=spec.steps, target_loss=spec.target_loss)
@@ -137,18 +139,18 @@ def _runs(spec: CompareSpec, board: Board, site: Site, out: Path, watch: Callabl
     started = time.monotonic()
     one = Contender(name="one host", strategy=Strategy())
     measured = None if spec.profile else profile_file
-    board.one_host = once(one, short, 0, "one-host", hosts=1, profile_to=measured)
-    startup = time.monotonic() - started - short.steps * board.one_host_s()
+    progress.one_host = once(one, short, 0, "one-host", hosts=1, profile_to=measured)
+    startup = time.monotonic() - started - short.steps * progress.reference.one_host_s
     if spec.compute == "sleep":
-        board.profile = spec.profile or Profile.read(profile_file)
-        board.profile.write(profile_file)
-    task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=board.profile)
-    board.expected_s = _expected(spec, board, startup)
-    watch(board)
+        progress.profile = spec.profile or Profile.read(profile_file)
+        progress.profile.write(profile_file)
+    task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=progress.profile)
+    progress.expected_s = _expected(spec, progress, startup)
+    watch(progress)
     for seed in range(spec.seeds):
         order = [_ALONE, *spec.contenders]
         for contender in order if seed % 2 == 0 else reversed(order):
-            if contender.name in board.errors:
+            if contender.name in progress.errors:
                 continue
             number = order.index(contender)
             try:
@@ -157,11 +159,12 @@ def _runs(spec: CompareSpec, board: Board, site: Site, out: Path, watch: Callabl
             except (JobFailedError, UserError) as error:
                 if contender is _ALONE:
                     raise
-                board.errors[contender.name] = _reason(error)
+                progress.errors[contender.name] = _reason(error)
             else:
-                (board.alone if contender is _ALONE else board.samples.setdefault(contender.name, [])).append(sample)
-            board.running = ""
-            watch(board)
+                done = progress.alone if contender is _ALONE else progress.samples.setdefault(contender.name, [])
+                done.append(sample)
+            progress.running = ""
+            watch(progress)
 
 
 def _fit(contender: Contender, spec: CompareSpec) -> None:
@@ -174,14 +177,14 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _expected(spec: CompareSpec, board: Board, startup: float) -> float:
+def _expected(spec: CompareSpec, progress: Progress, startup: float) -> float:
     """How long it will take: starting, and for each step the larger of computing on shared cores and the wire."""
-    assert board.one_host is not None
+    assert progress.one_host is not None
     cores = os.cpu_count() or 1
-    crowd = max(1.0, spec.hosts * board.threads / cores)
-    computing = board.one_host_s() * (crowd if spec.compute == "real" else 1.0)
-    specs = run_folder.model(board.one_host.folder)
-    rate = min((link["payload_bytes_s"] for link in board.links), default=None)
+    crowd = max(1.0, spec.hosts * progress.threads / cores)
+    computing = progress.reference.one_host_s * (crowd if spec.compute == "real" else 1.0)
+    specs = run_folder.model(progress.one_host.folder)
+    rate = progress.payload_bytes_s
     total = 0.0
     for contender in (_ALONE, *spec.contenders):
         wire = contender.declared_bytes(specs, spec.hosts) / rate if rate else 0.0
@@ -216,23 +219,24 @@ def _tidy(out: Path, fresh: bool) -> None:
             out.parent.rmdir()
 
 
-def _result(spec: CompareSpec, board: Board, out: Path, began: str) -> dict[str, Any]:
-    finished = {name: samples[0] for name, samples in board.samples.items()}
+def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dict[str, Any]:
+    finished = {name: samples[0] for name, samples in progress.samples.items()}
     learns = spec.compute == "real"
-    curves = {name: trial.curve(sample) for name, sample in finished.items()} if learns else {}
-    timelines = {name: trial.timeline(sample.folder) for name, sample in finished.items()}
-    every = [sample for samples in board.samples.values() for sample in samples]
+    curves = {name: figures.curve(sample) for name, sample in finished.items()} if learns else {}
+    timelines = {name: figures.timeline(sample.folder) for name, sample in finished.items()}
+    every = [sample for samples in progress.samples.values() for sample in samples]
     environment = run_folder.read_json(out / "one-host", "environment.json")
     machine = {
         "cores": environment["cores"],
-        "threads": board.threads,
+        "threads": progress.threads,
         "system": environment["system"],
         "processor": _processor(),
         "cpu_share": statistics.mean(sample.cpu_share for sample in every) if every else None,
         "steal_share": statistics.mean(sample.steal_share for sample in every) if every else None,
         "versions": environment["versions"],
     }
-    one = board.one_host
+    one = progress.one_host
+    one_host_s = progress.reference.one_host_s if one else 0.0
     return {
         "job": find_job(spec.job).stem,
         "command": spec.command or spelled(spec),
@@ -244,14 +248,14 @@ def _result(spec: CompareSpec, board: Board, out: Path, began: str) -> dict[str,
         "date": began,
         "cluster": {
             "hosts": spec.hosts,
-            "emulated": board.emulated,
+            "emulated": progress.emulated,
             "slow": list(spec.slow),
-            "links": board.links,
+            "links": progress.links,
         },
         "machine": machine,
-        "one_host": {"step_s": board.one_host_s(), "samples_per_s": one.samples / board.one_host_s()} if one else None,
-        "interrupted": board.interrupted,
-        "rows": board.rows(),
+        "one_host": {"step_s": one_host_s, "samples_per_s": one.samples / one_host_s} if one else None,
+        "interrupted": progress.interrupted,
+        "rows": [row.to_json() for row in progress.rows()],
         "curves": {name: each for name, each in curves.items() if each},
         "timelines": {name: each for name, each in timelines.items() if each},
         "folder": str(out),

@@ -1,6 +1,6 @@
-"""How a keeper is spoken to: one JSON line each way over a local socket that has no file and goes with the keeper.
+"""The control socket of a cluster's process: one JSON line each way, over a local socket without a file.
 
-Both sides look at who the other is; somebody else's lab is not entered.
+The socket ends with the process. Both sides check the other's user: a lab is entered by its owner only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def connect(lab: str) -> socket.socket:
 
 
 def ask(end: socket.socket, **request: Any) -> Any:
-    """One request, one reply; what the keeper could not do is raised here."""
+    """One request, one reply. An error of the cluster's process is raised here."""
     send(end, request)
     return receive(end)
 

@@ -1,4 +1,4 @@
-"""What links really carry: hosts send to hosts as fast as they can, through plain sockets, for a moment."""
+"""The measured rate of links: hosts send to hosts as fast as they can, through plain sockets, for a moment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from weft.lab import namespaces
 
 if TYPE_CHECKING:
-    from weft.lab.cluster_process import Keeper
+    from weft.lab.cluster_process import ClusterProcess
 
 _WARM_S = 0.15
 _CHUNK = 1 << 18
 
 
-def flood(keeper: Keeper, pairs: list[tuple[int, int]], seconds: float) -> dict[str, Any]:
+def flood(cluster: ClusterProcess, pairs: list[tuple[int, int]], seconds: float) -> dict[str, Any]:
     """Every pair (from, to) at once; returns bytes per second of each link up and down, and of each pair's payload."""
-    listeners = [_listen(keeper, to, number) for number, (_, to) in enumerate(pairs)]
+    listeners = [_listen(cluster, to, number) for number, (_, to) in enumerate(pairs)]
     begins = time.monotonic() + 0.1 + 0.01 * len(pairs) + _WARM_S
     ends = begins + seconds
     tallies, children = [], []
@@ -27,14 +27,14 @@ def flood(keeper: Keeper, pairs: list[tuple[int, int]], seconds: float) -> dict[
         tallies.append(tally)
         children += [
             _fork(lambda told=told, end=listeners[number]: _receive(told, end, begins, ends)),
-            _fork(lambda source=source, to=to, number=number: _send(keeper, source, to, number, ends)),
+            _fork(lambda source=source, to=to, number=number: _send(cluster, source, to, number, ends)),
         ]
         os.close(told)
         listeners[number].close()
     _until(begins)
-    before = keeper.counters()
+    before = cluster.counters()
     _until(ends)
-    after = keeper.counters()
+    after = cluster.counters()
     for child in children:
         os.waitpid(child, 0)
     payload = []
@@ -69,11 +69,11 @@ def _fork(act: Any) -> int:
         os._exit(status)
 
 
-def _listen(keeper: Keeper, host: int, number: int) -> socket.socket:
+def _listen(cluster: ClusterProcess, host: int, number: int) -> socket.socket:
     from weft.lab.cluster_process import host_address
 
-    with keeper._back_home():
-        keeper.enter_host(host, namespaces.NEWNET)
+    with cluster.own_namespaces():
+        cluster.enter_host(host, namespaces.NEWNET)
         listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host_address(host), 30000 + number))
@@ -81,10 +81,10 @@ def _listen(keeper: Keeper, host: int, number: int) -> socket.socket:
     return listener
 
 
-def _send(keeper: Keeper, source: int, to: int, number: int, ends: float) -> None:
+def _send(cluster: ClusterProcess, source: int, to: int, number: int, ends: float) -> None:
     from weft.lab.cluster_process import host_address
 
-    keeper.enter_host(source, namespaces.NEWNET)
+    cluster.enter_host(source, namespaces.NEWNET)
     chunk = bytes(_CHUNK)
     with socket.create_connection((host_address(to), 30000 + number), timeout=5) as end:
         while time.monotonic() < ends + 0.1:
@@ -95,10 +95,10 @@ def _receive(told: int, listener: socket.socket, begins: float, ends: float) -> 
     """Payload bytes per second between the two moments."""
     listener.settimeout(5)
     end, _ = listener.accept()
-    room = memoryview(bytearray(_CHUNK))
+    scratch = memoryview(bytearray(_CHUNK))
     first, first_at, count = 0, 0.0, 0
     while True:
-        got = end.recv_into(room)
+        got = end.recv_into(scratch)
         now = time.monotonic()
         count += got
         if not first_at and now >= begins:
@@ -106,5 +106,5 @@ def _receive(told: int, listener: socket.socket, begins: float, ends: float) -> 
         if now >= ends or not got:
             break
     os.write(told, str((count - first) / max(1e-9, now - first_at)).encode())
-    while end.recv_into(room):
+    while end.recv_into(scratch):
         pass

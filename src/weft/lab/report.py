@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from weft.lab._plots import PLOTS, Result, Row, drawing, finished, inline_svg, ms, plain
+from weft.lab._plots import PLOTS, Result, drawing, inline_svg, ms, plain
+from weft.lab.rows import Row, rows_of
 from weft.units import bytes_text
 
 MISSING = "–"
@@ -54,44 +55,46 @@ def listed(words: Sequence[object]) -> str:
 
 def ranked(result: Result) -> list[Row]:
     """The rows that finished, fastest first; rows that computed in another way than the rest do not compete."""
-    done = [row for row in result["rows"] if finished(row)]
-    alike = [row for row in done if row["compute"] == result["compute"]] or done
-    return sorted(alike, key=lambda row: float(row["step_s"]))
+    done = [row for row in rows_of(result) if row.finished]
+    alike = [row for row in done if row.compute == result["compute"]] or done
+    return sorted(alike, key=_step_s)
 
 
 def headline(result: Result) -> str:
     """The result in a sentence. A difference within the spread is called level, whatever its sign."""
-    rows, order = result["rows"], ranked(result)
-    failed = sum(1 for row in rows if not finished(row))
+    rows, order = rows_of(result), ranked(result)
+    failed = sum(1 for row in rows if not row.finished)
     if not order:
-        return f"{rows[0]['name']} did not finish" if len(rows) == 1 else f"None of the {len(rows)} rows finished"
+        return f"{rows[0].name} did not finish" if len(rows) == 1 else f"None of the {len(rows)} rows finished"
     best, *others = order
-    text = f"{best['name']} took {ms(best['step_s'])} ms a step"
+    text = f"{best.name} took {ms(_step_s(best))} ms a step"
     if others:
-        rivals = [row for row in others if row["kind"] != best["kind"]]
+        rivals = [row for row in others if row.kind != best.kind]
         rival = (rivals or others)[0]
-        what = (
-            f"the fastest {rival['kind']}" if len(rivals) > 1 else "the next" if not rivals and len(others) > 1 else ""
-        )
-        text = f"{best['name']} was fastest: {ms(best['step_s'])} ms a step, {_against(best, rival)} {rival['name']}"
+        what = f"the fastest {rival.kind}" if len(rivals) > 1 else "the next" if not rivals and len(others) > 1 else ""
+        text = f"{best.name} was fastest: {ms(_step_s(best))} ms a step, {_against(best, rival)} {rival.name}"
         text += f", {what}" if what else ""
-        level = [row["name"] for row in others if row is not rival and _level(best, row)]
+        level = [row.name for row in others if row is not rival and _level(best, row)]
         text += f"; {listed(level)} {'is' if len(level) == 1 else 'are'} level within the spread" if level else ""
-    elif best["speedup"] is not None:
-        text += f", {best['speedup']:.3g} times as fast as one host"
+    elif best.speedup is not None:
+        text += f", {best.speedup:.3g} times as fast as one host"
     return text + (f"; {failed} of {len(rows)} rows did not finish" if failed else "")
 
 
 def _level(one: Row, other: Row) -> bool:
-    return bool(abs(other["step_s"] - one["step_s"]) <= (one["step_s_spread"] or 0) + (other["step_s_spread"] or 0))
+    return abs(_step_s(other) - _step_s(one)) <= (one.step_s_spread or 0) + (other.step_s_spread or 0)
+
+
+def _step_s(row: Row) -> float:
+    """The step of a row that finished."""
+    assert row.step_s is not None
+    return row.step_s
 
 
 def _against(best: Row, other: Row) -> str:
-    return (
-        "level within the spread with"
-        if _level(best, other)
-        else (f"{other['step_s'] / best['step_s']:.3g} times as fast as")
-    )
+    if _level(best, other):
+        return "level within the spread with"
+    return f"{_step_s(other) / _step_s(best):.3g} times as fast as"
 
 
 def setting(result: Result) -> str:
@@ -177,13 +180,13 @@ def _table(result: Result) -> str:
     columns = _columns(result)
     order = ranked(result)
     lines = []
-    for row in result["rows"]:
-        best = bool(order) and row is order[0] and len(order) > 1
-        tags = ["fastest"] * best + ["peer"] * (row["kind"] == "peer")
-        tags += [f"{row['compute']} compute"] * (row["compute"] != result["compute"])
+    for row in rows_of(result):
+        best = len(order) > 1 and row.name == order[0].name
+        tags = ["fastest"] * best + ["peer"] * (row.kind == "peer")
+        tags += [f"{row.compute} compute"] * (row.compute != result["compute"])
         name = " ".join([_name(row), *(f'<span class="tag">{escape(tag)}</span>' for tag in tags)])
-        if not finished(row):
-            cells = f'<td class="error" colspan="{len(columns)}">{escape(row["error"] or "no message")}</td>'
+        if not row.finished:
+            cells = f'<td class="error" colspan="{len(columns)}">{escape(row.error or "no message")}</td>'
         else:
             cells = "".join(f"<td>{escape(cell(row))}</td>" for cell in columns.values())
         lines.append(f'<tr class="{"best" if best else "row"}"><th scope="row">{name}</th>{cells}</tr>')
@@ -197,7 +200,7 @@ def _table(result: Result) -> str:
 
 def _servers(result: Result) -> list[str]:
     """What parameter servers saw, where there were some: how late gradients were, who waited for whom."""
-    rows = [(row, seen) for row in result["rows"] if (seen := row.get("asynchrony"))]
+    rows = [(row, seen) for row in rows_of(result) if (seen := row.asynchrony)]
     if not rows:
         return []
     heads = (
@@ -232,41 +235,43 @@ def _wait(longest: Sequence[Any] | None) -> str:
 def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     """Heading and cell of each column that this comparison has figures for."""
     target = result["target_loss"]
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "samples/s": ("samples_per_s", plain),
-        "speed‑up over one host": ("speedup", "{:.2f}×".format),
-        "sent by a worker per step": ("wire_bytes_worker", bytes_text),
-        "busiest link per step": ("wire_bytes_link", bytes_text),
-        "exposed, ms": ("exposed_s", ms),
-        "bound, ms": ("bound_s", ms),
-        "share of bound": ("bound_share", "{:.0%}".format),
-        f"time to loss {target}": ("time_to_target_s", lambda seconds: f"{plain(seconds)} s"),
-        "final loss": ("final_loss", "{:.4f}".format),
+    to_target = f"time to loss {target}"
+    columns: dict[str, tuple[Callable[[Row], float | None], Callable[[float], str]]] = {
+        "samples/s": (lambda row: row.samples_per_s, plain),
+        "speed‑up over one host": (lambda row: row.speedup, "{:.2f}×".format),
+        "sent by a worker per step": (lambda row: row.wire_bytes_worker, bytes_text),
+        "busiest link per step": (lambda row: row.wire_bytes_link, bytes_text),
+        "exposed, ms": (lambda row: row.exposed_s, ms),
+        "bound, ms": (lambda row: row.bound_s, ms),
+        "share of bound": (lambda row: row.bound_share, "{:.0%}".format),
+        to_target: (lambda row: row.time_to_target_s, lambda seconds: f"{plain(seconds)} s"),
+        "final loss": (lambda row: row.final_loss, "{:.4f}".format),
     }
 
-    def cell(key: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
-        missing = "not reached" if key == "time_to_target_s" else MISSING
-        return lambda row: missing if row[key] is None else text(row[key])
+    def cell(head: str, value: Callable[[Row], float | None], text: Callable[[float], str]) -> Callable[[Row], str]:
+        missing = "not reached" if head == to_target else MISSING
+        return lambda row: missing if (known := value(row)) is None else text(known)
 
-    def asked(key: str) -> bool:
-        return (key == "time_to_target_s" and target is not None) or any(row[key] is not None for row in result["rows"])
+    def has_figures(head: str, value: Callable[[Row], float | None]) -> bool:
+        return (head == to_target and target is not None) or any(value(row) is not None for row in rows_of(result))
 
-    return {"step, ms": _step} | {head: cell(key, text) for head, (key, text) in columns.items() if asked(key)}
+    chosen = {head: cell(head, *column) for head, column in columns.items() if has_figures(head, column[0])}
+    return {"step, ms": _step} | chosen
 
 
 def _step(row: Row) -> str:
     """Step and spread in ms, the spread with two digits that count."""
-    spread = float(f"{(row['step_s_spread'] or 0) * 1e3:.2g}")
-    return f"{ms(row['step_s'])} ± {spread:g}"
+    spread = float(f"{(row.step_s_spread or 0) * 1e3:.2g}")
+    return f"{ms(_step_s(row))} ± {spread:g}"
 
 
 def _name(row: Row) -> str:
     """A strategy's name, which may break where a bracket opens."""
-    return escape(row["name"]).replace("(", "(<wbr>")
+    return escape(row.name).replace("(", "(<wbr>")
 
 
 def _sentences(result: Result) -> str:
-    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row['sentence'] or MISSING)}</dd>" for row in result["rows"])
+    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row.sentence or MISSING)}</dd>" for row in rows_of(result))
     return "<h2>What each row is</h2>\n<dl>\n" + "\n".join(pairs) + "\n</dl>"
 
 

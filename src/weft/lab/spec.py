@@ -10,10 +10,10 @@ from typing import Literal
 
 from weft.errors import UserError
 from weft.lab import peers
-from weft.lab.trial import Contender
+from weft.lab.contender import Contender
+from weft.lab.instruments.straggler import Slow
 from weft.profile import Profile
 from weft.runtime.launch.launcher import find_job
-from weft.runtime.pace import Slow
 from weft.strategy import Strategy
 
 DEFAULTS = (

@@ -43,6 +43,7 @@ from weft.runtime.engine.engine import Engine
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.strategy_source import choose_strategy
 from weft.runtime.launch.world import World
+from weft.runtime.loop import instruments
 from weft.runtime.loop.between_passes import BetweenPasses
 from weft.runtime.loop.data_position import DataPosition
 from weft.runtime.loop.data_sharding import Dealer, Shard
@@ -55,7 +56,6 @@ from weft.runtime.modes.all_reduce import Gradients
 from weft.runtime.modes.local_steps import Apart
 from weft.runtime.modes.parameter_server import Served
 from weft.runtime.modes.shared_memory import share
-from weft.runtime.pace import Pace
 from weft.runtime.record.clock import Clock
 from weft.runtime.record.describe import describe, describe_model
 from weft.runtime.record.events import Recorder, progress_pipe
@@ -113,8 +113,6 @@ def init(
 _current: Run | None = None
 joined = False
 """Whether this process has ever called init."""
-wrapper: Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]] | None = None
-"""Somebody else's way of distributing, in place of the strategy: the lab runs jobs under PyTorch's own wrappers."""
 
 
 def close(*, well: bool = True) -> None:
@@ -145,8 +143,9 @@ class Run:
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         timeout_s = seconds("WEFT_TIMEOUT_S", 600)
-        self._among_servers = bool(strategy.topology.server_hosts(world.workers)) and wrapper is None
-        self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and wrapper is None
+        self._foreign = instruments.foreign()
+        self._among_servers = bool(strategy.topology.server_hosts(world.workers)) and self._foreign is None
+        self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and self._foreign is None
         apart = self._among_servers or self._shares_memory  # workers need not know each other
         if not apart:
             world.connect(self.device, timeout_s)
@@ -225,11 +224,13 @@ class Run:
         specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
         if self.folder is not None and self.is_main:
             describe_model(self.folder, specs)
-        Pace(self.seed, self.world.process, lambda: self.step).attach(model, optimizer)
-        if wrapper is None:
+        for instrument in instruments.current():
+            instrument.attach(self, model, optimizer)
+        if self._foreign is None:
             keep_memory()
             self._transport.spread([*model.parameters(), *model.buffers()])
-        momentum = claimed_momentum(self.strategy, optimizer) if not self.world.alone and wrapper is None else None
+        ours = not self.world.alone and self._foreign is None
+        momentum = claimed_momentum(self.strategy, optimizer) if ours else None
         parts = Parts(
             model=model, optimizer=optimizer, followers=followers, passes=self._passes, position=self._position
         )
@@ -257,7 +258,7 @@ class Run:
         elif self._shares_memory:
             share(model, optimizer, self._common_folder(), first=self.is_main, timeout_s=self._lifecycle.timeout_s)
             self._finite = LocalFiniteCheck(*zip(*model.named_parameters(), strict=True))
-        elif not self.world.alone and wrapper is None:
+        elif not self.world.alone and self._foreign is None:
             engine = Engine(self.strategy, self._transport, self.device, self.seed)
             engine.clock = self._clock
             engine.momentum = momentum or 0.0
@@ -281,7 +282,7 @@ class Run:
                 self._passes.dealing = self._gradients.between_passes.next_pass
             if hasattr(model, "_orig_mod"):
                 log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
-        elif wrapper is None:
+        elif self._foreign is None:
             named = dict(model.named_parameters())
             self._finite = LocalFiniteCheck(list(named), list(named.values()))
         if self._recorder and not hasattr(model, "_orig_mod"):
@@ -293,8 +294,8 @@ class Run:
         self._check_scheduler(optimizer)
         self._passes.part_streams()
         self._lifecycle.opened()
-        if wrapper is not None:
-            model, optimizer = wrapper(model, optimizer)
+        if self._foreign is not None:
+            model, optimizer = self._foreign.wrap(model, optimizer)
         return (model, optimizer, *followers)
 
     def shard(
@@ -508,7 +509,7 @@ class Run:
 
     def _check_finite(self, optimizer: Optimizer) -> None:
         """NaN and infinity stop here; a scaler's fused step looks for itself, and other wrappers do as they do."""
-        if getattr(optimizer, "found_inf", None) is not None or wrapper is not None:
+        if getattr(optimizer, "found_inf", None) is not None or self._foreign is not None:
             return
         if self._gradients is not None:
             self._gradients.check()

@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
 from weft.errors import UserError, nearest
 from weft.ops import Spec
+from weft.runtime.loop.instruments import ForeignWrapper
 
 
-class Peer(ABC):
+class Peer(ForeignWrapper):
     """One way of distributing that is not ours."""
 
     sentence: ClassVar[str]
@@ -31,10 +29,6 @@ class Peer(ABC):
     """Steps after which what it exchanges repeats."""
     sleeps: ClassVar[bool] = True
     """Whether it works where the model's layers are not called."""
-
-    @abstractmethod
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Model and optimizer for the job's loop; the processes have met."""
 
     @abstractmethod
     def bytes(self, specs: Sequence[Spec], workers: int) -> float:

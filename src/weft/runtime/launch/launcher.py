@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft import jobs
-from weft.errors import JobError, UserError, nearest
+from weft.errors import JobError, nearest
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.rendezvous import Rendezvous
 from weft.runtime.launch.spec import Launch

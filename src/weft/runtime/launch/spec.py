@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from weft.errors import JobError, UserError
-from weft.transport.tcp import parse_address
 from weft.runtime.launch.world import check_network
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.messaging import Key
+from weft.transport.tcp import parse_address
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""Figures of one run: a sample from its folder and its counters, and curves and timelines for plots."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.lab.contender import WARMUP, Contender, Task
+from weft.runtime.record import run_folder
+
+_TRAILING = 5
+"""Steps over which a loss is averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """The machine's use of links and processors between two moments."""
+
+    link_bytes: int | None
+    """Bytes with headers of the busiest link, in its busier direction; None where links are not counted."""
+    busy_s: float
+    """Processor seconds that were spent."""
+    steal_s: float
+    """Processor seconds that a hypervisor gave to others."""
+    all_s: float
+    """Processor seconds that there were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The figures of one run: one contender, one seed."""
+
+    folder: Path
+    steps_s: list[float]
+    """Step times after warm-up, each the mean over a period."""
+    samples: float
+    """Samples in a step, of all workers."""
+    wire_bytes_worker: float
+    bound_bytes: float
+    """What the busiest link must carry in a step, one way."""
+    wire_bytes_link: float | None
+    """Bytes with headers that the busiest link carried in a step, in its busier direction."""
+    busy_s: float
+    """Processor seconds of the whole machine in a step."""
+    cpu_share: float
+    steal_share: float
+    final_loss: float | None
+    time_to_target_s: float | None
+    host_steps_s: list[float]
+    """Each host's own mean step time."""
+    asynchrony: dict[str, Any] | None = None
+    """Staleness of gradients and waits between workers, where there were servers."""
+
+
+def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Usage) -> Sample:
+    """The figures of a run from its folder; `usage` is that of its steps after warm-up."""
+    steps = run_folder.events(folder)
+    warmup = task.warmup(contender.period)
+    timed = steps[warmup:]
+    specs = run_folder.model(folder)
+    declared = contender.declared_bytes(specs, hosts)
+    if contender.strategy is not None:
+        sent = run_folder.by_period([event["wire_bytes"] for event in timed], contender.period)
+        declared = statistics.median(sent) / hosts
+    smooth = _smooth_losses(steps) if task.profile is None else []
+    if contender.in_step:
+        time_to_target_s = _time_to_target_s(steps, smooth, task.target_loss)
+    else:
+        time_to_target_s = time_to_target_apart_s(folder, hosts, task.target_loss)
+    return Sample(
+        folder=folder,
+        steps_s=run_folder.by_period([event["step_s"] for event in timed], contender.period),
+        samples=statistics.median(event["samples"] for event in timed),
+        wire_bytes_worker=declared,
+        bound_bytes=max(declared, contender.link_bytes(specs, hosts)),
+        wire_bytes_link=usage.link_bytes / len(timed) if usage.link_bytes is not None else None,
+        busy_s=usage.busy_s / len(timed),
+        cpu_share=usage.busy_s / usage.all_s if usage.all_s else 0.0,
+        steal_share=usage.steal_s / usage.all_s if usage.all_s else 0.0,
+        final_loss=smooth[-1] if smooth else None,
+        time_to_target_s=time_to_target_s,
+        host_steps_s=_host_steps_s(folder, warmup),
+        asynchrony=run_folder.asynchrony(rows) if (rows := run_folder.servers(folder)) else None,
+    )
+
+
+def _smooth_losses(steps: Sequence[dict[str, Any]]) -> list[float | None]:
+    """At each step the mean of the last few losses."""
+    losses = [event.get("loss") for event in steps]
+    smooth = []
+    for end in range(1, len(losses) + 1):
+        known = [loss for loss in losses[max(0, end - _TRAILING) : end] if isinstance(loss, (int, float))]
+        smooth.append(statistics.mean(known) if known else None)
+    return smooth
+
+
+def _time_to_target_s(
+    steps: Sequence[dict[str, Any]], smooth: Sequence[float | None], target: float | None
+) -> float | None:
+    """Seconds from the first step's beginning until the smooth loss is at the target."""
+    if target is None:
+        return None
+    began = _began_s(steps)
+    for event, loss in zip(steps, smooth, strict=False):
+        if loss is not None and loss <= target and event["step"] >= _TRAILING:
+            return float(event["time_s"] - began)
+    return None
+
+
+def time_to_target_apart_s(folder: Path, hosts: int, target: float | None) -> float | None:
+    """The same where workers are at different steps: the mean of the last few losses of all workers, in time order."""
+    if target is None:
+        return None
+    lines = [event for events in _host_events(folder) for event in events]
+    lines.sort(key=lambda event: float(event["time_s"]))
+    losses = [event.get("loss") for event in lines]
+    seconds = [event["step_s"] for event in lines if event["step"] == 2] or [0.0]
+    began = min(event["time_s"] for event in lines) - statistics.median(seconds)
+    for end, event in enumerate(lines, start=1):
+        known = [loss for loss in losses[max(0, end - _TRAILING * hosts) : end] if loss is not None]
+        if end >= _TRAILING * hosts and known and statistics.mean(known) <= target:
+            return float(event["time_s"] - began)
+    return None
+
+
+def _began_s(steps: Sequence[dict[str, Any]]) -> float:
+    """When training began: the first step's own time holds the start-up, so the second's stands in for it."""
+    return float(steps[0]["time_s"] - (steps[1] if len(steps) > 1 else steps[0])["step_s"])
+
+
+def _host_steps_s(folder: Path, warmup: int) -> list[float]:
+    """Each host's mean step after warm-up."""
+    return [
+        statistics.mean(event["step_s"] for event in events if event["step"] > warmup)
+        for events in _host_events(folder)
+    ]
+
+
+def _host_events(folder: Path) -> list[list[dict[str, Any]]]:
+    """The events of each process."""
+    files = sorted(folder.glob("events-*.jsonl"))
+    return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+
+
+# --- for plots ------------------------------------------------------------------------------------------------------
+
+
+def curve(sample: Sample) -> dict[str, list[float]] | None:
+    """Loss against time and against bytes sent by a worker."""
+    steps = run_folder.events(sample.folder)
+    known = [event for event in steps if isinstance(event.get("loss"), (int, float))]
+    if not known:
+        return None
+    began = _began_s(steps)
+    return {
+        "time_s": [event["time_s"] - began for event in known],
+        "bytes": [sample.wire_bytes_worker * event["step"] for event in known],
+        "loss": [event["loss"] for event in known],
+    }
+
+
+def timeline(folder: Path, warmup: int = WARMUP) -> dict[str, Any] | None:
+    """One step of process 0 of median length, traced: the phases of the loop, and each bucket's time on the wire."""
+    try:
+        events = json.loads((folder / "trace-0.json").read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError):
+        return None
+    by_step: dict[int, list[Any]] = {}
+    for event in events:
+        if "args" in event and "step" in event["args"] and event["args"]["step"] > warmup:
+            by_step.setdefault(event["args"]["step"], []).append(event)
+    if not by_step:
+        return None
+    lengths = {
+        step: max(e["ts"] + e["dur"] for e in mine) - min(e["ts"] for e in mine) for step, mine in by_step.items()
+    }
+    middle = sorted(lengths, key=lambda step: lengths[step])[len(lengths) // 2]
+    start = min(event["ts"] for event in by_step[middle])
+    loop, wire = [], []
+    for event in sorted(by_step[middle], key=lambda event: event["ts"]):
+        at, end = (event["ts"] - start) / 1e6, (event["ts"] - start + event["dur"]) / 1e6
+        if event["name"].startswith("bucket "):
+            wire.append([int(event["name"].split()[1]), at, end])
+        elif event["name"] in ("forward", "backward", "wait", "optimizer"):
+            loop.append([event["name"], at, end])
+    return {"loop": loop, "wire": wire}
