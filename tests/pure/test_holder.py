@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.axis import catalogue, parse_raw
 from weft.runtime.server.prefetch import may_go_on
-from weft.runtime.server.rounds import Contribution, Rounds
+from weft.rounds import Contribution, Rounds
 from weft.synchrony import Synchrony, View
 from weft.synchrony.bsp import Bsp
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.errors import PeerLost
 from weft.ops import All, Collective, Payload, Place, Recv, Scatter, Send, Sum, nbytes
-from weft.topology import Topology
+from weft.topology import CollectiveTopology, Topology
 from weft.topology._parts import bounds
 from weft.topology.direct import Direct, add_into, add_wide, forest, wide
 from weft.topology.ring import Ring
@@ -214,6 +214,7 @@ class Processes:
     def _lowered(self, op: Collective, tag: int) -> Wire:
         """Any topology, carried message by message between processes."""
         place = Place(workers=self.layout.processes)
+        assert isinstance(self.topology, CollectiveTopology)
         flow = self.topology.lower(op, self.layout.process, place)
         result: Any = None
         kept: list[Works] = []
