@@ -146,6 +146,11 @@ class Strategy:
         return sum(self.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
 
     @property
+    def has_local_steps(self) -> bool:
+        """Whether workers step copies of the model by themselves."""
+        return isinstance(self.optimization, LocalSteps)
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all workers train one model in memory that they share."""
         return isinstance(self.topology, MemoryTopology)
@@ -165,7 +170,7 @@ class Strategy:
 def conflicts(strategy: Strategy) -> Iterator[Conflict]:
     """Every reason why a strategy cannot run. All rules of legality are here; the planner uses the same."""
     synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
-    if isinstance(strategy.optimization, LocalSteps):
+    if strategy.has_local_steps:
         yield from _accruing(strategy)
     if isinstance(topology, CollectiveTopology) and not synchrony.lockstep:
         yield Conflict(
@@ -293,7 +298,7 @@ def _with_proxies(strategy: Strategy) -> Iterator[Conflict]:
             why="a group's workers take each step together, and wait for what comes of it",
             instead=f"'ssp / {topology}', or '{synchrony} / parameter_server'",
         )
-    if isinstance(strategy.optimization, LocalSteps):
+    if strategy.has_local_steps:
         yield Conflict(
             str(strategy.optimization),
             str(topology),

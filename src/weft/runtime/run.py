@@ -35,7 +35,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
-from weft.optimization import LocalSteps
 from weft.runtime.checkpoint.lifecycle import Lifecycle, policy_here
 from weft.runtime.checkpoint.state import Parts
 from weft.runtime.checks.step_status import StepStatus, check_batches
@@ -232,7 +231,7 @@ class Run:
             model=model, optimizer=optimizer, followers=followers, passes=self._passes, position=self._position
         )
         if self._among_servers:
-            kind = Apart if isinstance(self.strategy.optimization, LocalSteps) else Served
+            kind = Apart if self.strategy.has_local_steps else Served
             parts.served = self._served = kind(
                 model,
                 optimizer,
