@@ -5,7 +5,8 @@ loopback (what it means), in virtual time (what it costs) and for real.
 
     to everyone     Sum, All, Scatter        a compressor says these; a topology lowers them to messages
     to one          Send, Recv               messages in order, per pair of peers
-    a request       Push, Pull, Swap         answered by whoever serves: a server, or a gossip partner
+    a request       Push, Pull, Swap         answered by an actor that serves: a server, or a gossip partner
+    several         Issue, Await             requests that overlap: issued one after another, awaited later
     serving         Serve, Reply             the other side of a request
 
 A payload is a tuple of tensors. `Sum` adds what everyone gave: gradients are weighted by each worker's share
@@ -87,7 +88,7 @@ class Ask(Op):
 
 @dataclass(frozen=True)
 class Push(Ask):
-    """Hand over a contribution; the reply says whether it was accepted."""
+    """Hand over a contribution; the reply says that it has arrived."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,27 @@ class Swap(Ask):
 
 
 @dataclass(frozen=True)
+class Issue(Op):
+    """Send a request and go on. Result: None; `Await` takes the reply."""
+
+    request: Ask
+
+
+@dataclass(frozen=True)
+class Await(Op):
+    """Wait for the reply to the oldest issued request to `to`. Result: the payload of the reply."""
+
+    to: int
+
+
+@dataclass(frozen=True)
 class Serve(Op):
-    """Wait for the next request to me. Result: `(sender, request)`, or None when nobody is left to ask."""
+    """Wait for the next request to me. Result: `(sender, request)`, or None when no actor is left to send one."""
 
 
 @dataclass(frozen=True)
 class Reply(Op):
-    """Answer the request that `to` waits on. Result: None."""
+    """Answer the oldest request of `to` that has no reply yet. Result: None."""
 
     to: int
     payload: Payload = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 from weft.axis import AXES, DEFAULTS, Answer, Raw, catalogue, find, make, parse_raw
 from weft.compression import Compressor
 from weft.errors import Conflict, SpellingError, UserError, nearest
-from weft.optimization import Optimization
+from weft.ops import Spec
+from weft.optimization import LocalSteps, Optimization
 from weft.partition import Partition
 from weft.schedule import Schedule
 from weft.synchrony import Synchrony
-from weft.topology import Topology
+from weft.topology import CollectiveTopology, MemoryTopology, ServerTopology, Topology
 
 
 def default(axis: str) -> Any:
@@ -116,10 +117,48 @@ class Strategy:
         return hashlib.sha256(str(self).encode()).hexdigest()[:8]
 
     @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers keep the model."""
+        return isinstance(self.topology, ServerTopology)
+
+    @property
+    def server_topology(self) -> ServerTopology:
+        """The topology of a strategy that has servers."""
+        assert isinstance(self.topology, ServerTopology), f"{self.topology} has no servers"
+        return self.topology
+
+    def server_hosts(self, workers: int) -> tuple[int, ...]:
+        """The host of each server, as `ServerTopology.server_hosts` numbers them; () where there are no servers."""
+        return self.server_topology.server_hosts(workers) if self.has_servers else ()
+
+    def push_bytes(self, specs: Sequence[Spec]) -> int:
+        """Bytes of one worker's pushes: with servers a parameter is compressed by itself, as by a worker alone."""
+        rounds = (self.compression.rounds([spec.real()], 1) for spec in specs)
+        return sum(each.nbytes for group in rounds for each in group)
+
+    def wire_bytes(self, specs: Sequence[Spec], workers: int) -> float:
+        """Bytes that the busiest worker sends in one exchange of these gradients."""
+        if isinstance(self.topology, ServerTopology):
+            return self.topology.wire_bytes(self.push_bytes(specs), workers)
+        if not isinstance(self.topology, CollectiveTopology):
+            return 0.0
+        rounds = self.compression.rounds(specs, workers)
+        return sum(self.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether workers step copies of the model by themselves."""
+        return isinstance(self.optimization, LocalSteps)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers train one model in memory that they share."""
+        return isinstance(self.topology, MemoryTopology)
+
+    @property
     def survives_worker_loss(self) -> bool:
-        """Whether the others go on where a worker is lost."""
-        servers, worker_groups = self.topology.server_hosts(1), self.topology.worker_groups(1)
-        return bool(servers) and not worker_groups and not self.synchrony.lockstep
+        """Whether the other workers go on when one is lost."""
+        return self.has_servers and not self.server_topology.worker_groups(1) and not self.synchrony.lockstep
 
     def check(self) -> Strategy:
         """Itself where legal; else the first conflict is raised, with its remedy."""
@@ -131,18 +170,18 @@ class Strategy:
 def conflicts(strategy: Strategy) -> Iterator[Conflict]:
     """Every reason why a strategy cannot run. All rules of legality are here; the planner uses the same."""
     synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
-    if strategy.optimization.accrues:
+    if strategy.has_local_steps:
         yield from _accruing(strategy)
-    if topology.collective and not synchrony.lockstep:
+    if isinstance(topology, CollectiveTopology) and not synchrony.lockstep:
         yield Conflict(
             str(synchrony),
             str(topology),
             why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
             instead=f"'bsp / {topology}', or '{synchrony} / parameter_server'",
         )
-    if topology.shares_memory:
+    if strategy.shares_memory:
         yield from _sharing_memory(strategy)
-    if topology.server_hosts(1):
+    if strategy.has_servers:
         yield from _with_servers(strategy)
     for outer, inner in nested(compression):
         if outer.tracks_residual and any(layer.tracks_residual for layer in wrapped(inner)):
@@ -178,7 +217,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
 def _accruing(strategy: Strategy) -> Iterator[Conflict]:
     """Who goes on with a copy needs servers that have the model, and says only now and then how far it is."""
     optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
-    served = topology if topology.server_hosts(1) else "parameter_server"
+    served = topology if strategy.has_servers else "parameter_server"
     if served is not topology:
         yield Conflict(
             str(optimization),
@@ -216,7 +255,7 @@ def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:
 
 def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
     """What servers cannot do, or cannot do yet."""
-    topology, compression, schedule = strategy.topology, strategy.compression, strategy.schedule
+    topology, compression, schedule = strategy.server_topology, strategy.compression, strategy.schedule
     if not schedule.by_key:
         yield Conflict(
             str(schedule),
@@ -245,7 +284,7 @@ def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
 def _with_proxies(strategy: Strategy) -> Iterator[Conflict]:
     """A proxy adds up what a group pushes in a step, and hands out what comes of it: nothing else."""
     topology, synchrony, compression = strategy.topology, strategy.synchrony, strategy.compression
-    if not compression.lossless:
+    if not compression.raw:
         yield Conflict(
             str(compression),
             str(topology),
@@ -259,7 +298,7 @@ def _with_proxies(strategy: Strategy) -> Iterator[Conflict]:
             why="a group's workers take each step together, and wait for what comes of it",
             instead=f"'ssp / {topology}', or '{synchrony} / parameter_server'",
         )
-    if strategy.optimization.accrues:
+    if strategy.has_local_steps:
         yield Conflict(
             str(strategy.optimization),
             str(topology),

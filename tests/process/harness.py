@@ -77,7 +77,7 @@ def start(
 
 def _servers(strategy: str, workers: int) -> int:
     """How many servers go with a strategy."""
-    return len(Strategy.parse(strategy).topology.server_hosts(workers)) if strategy else 0
+    return len(Strategy.parse(strategy).server_hosts(workers)) if strategy else 0
 
 
 class ChildError(Exception):

@@ -14,14 +14,12 @@ import weft
 from tests.process.harness import spawn
 from weft.axis import catalogue, make
 from weft.ops import All, Collective, Flow, Scatter, Sum, nbytes
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.transport import loopback
 from weft.transport.collective import Processes, Wire
 
 TOPOLOGIES: dict[str, Any] = {
-    name: make(kind, {})
-    for name, kind in catalogue("topology").items()
-    if issubclass(kind, Topology) and kind.collective
+    name: make(kind, {}) for name, kind in catalogue("topology").items() if issubclass(kind, CollectiveTopology)
 }
 LAYOUTS = ((4, 4), (5, 2), (5, 3), (3, 1), (4, 3))
 """(workers, processes)."""

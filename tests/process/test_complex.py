@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.process.harness import spawn
-from tests.pure.test_laws import compressors
+from tests.pure.laws.test_compression import compressors
 from weft.compression import Compressor
 
 ROWS, COLUMNS = 64, 32

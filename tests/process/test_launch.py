@@ -378,7 +378,7 @@ def test_an_answer_of_ones_own_is_one_file(scratch: Path) -> None:
         "train", script(scratch), "-n", 2, "--strategy", "error_feedback(halved)", "--json", "-", cwd=scratch, **env
     )
     assert json.loads(run.stdout)["strategy"] == "bsp / direct / error_feedback(halved)", run.stderr
-    laws = Path(__file__).parents[1] / "pure" / "test_laws.py"
+    laws = Path(__file__).parents[1] / "pure" / "laws"
     tested = [sys.executable, "-m", "pytest", str(laws), "-q", "-k", "halved", "-p", "no:cacheprovider"]
     done = subprocess.run(tested, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -70,7 +70,7 @@ def named_specs(model: nn.Module) -> dict[str, Spec]:
 
 def divided(model: nn.Module, servers: int, how: Strategy) -> list[list[Bundle]]:
     """Three parameters are cut in two, and the fourth is not: small models are usually not cut at all."""
-    whole = not how.compression.lossless
+    whole = not how.compression.raw
     found = []
     for part in [Range(spec.name, 0, spec.numel) for spec in specs(model)]:
         middle = part.stop // 2 if not whole and part.stop > 3 else part.stop

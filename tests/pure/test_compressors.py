@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pure.test_laws import Crowd, compressors, draw, exchanged, fit, specs_of
+from tests.pure.laws.test_compression import Crowd, compressors, draw, exchanged, fit, specs_of
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State, _coded
 from weft.compression._coded import Coded

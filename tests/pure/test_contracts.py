@@ -20,15 +20,15 @@ from weft.compression import Bucket, Compressor, Context, Piece
 from weft.compression import State as Memory
 from weft.errors import WeftError
 from weft.ops import All, Flow, Place, Pull, Push, Recv, Reply, Round, Scatter, Send, Serve, Spec, Sum, Swap, nbytes
-from weft.optimization import Exchange, Optimization
+from weft.optimization import Exchange, Optimization, Side
 from weft.optimization import State as Outer
 from weft.synchrony import Synchrony, View
 from weft.synchrony.asp import Asp
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology.direct import Direct
 from weft.transport import loopback, virtual
 
-KINDS = {name: kind for name, kind in catalogue("topology").items() if issubclass(kind, Topology) and kind.collective}
+KINDS = {name: kind for name, kind in catalogue("topology").items() if issubclass(kind, CollectiveTopology)}
 TOPOLOGIES: dict[str, Any] = {"bare": None, **{name: make(kind, {}) for name, kind in KINDS.items()}}
 everywhere = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 crowds = pytest.mark.parametrize("workers", [2, 3, 4])
@@ -60,7 +60,7 @@ def watched(flow: Flow[Any], rounds: list[Round]) -> Flow[Any]:
 class Crowd:
     """Workers with one compressor's state each, who exchange gradients through a topology (None: bare)."""
 
-    def __init__(self, compressor: Compressor, workers: int, topology: Topology | None = None) -> None:
+    def __init__(self, compressor: Compressor, workers: int, topology: CollectiveTopology | None = None) -> None:
         self.compressor, self.place, self.topology, self.step = compressor, Place(workers=workers), topology, 0
         self.states: list[Memory] = [{} for _ in range(workers)]
 
@@ -226,6 +226,14 @@ def test_dc_asgd_makes_late_gradients_fit() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A delta of one fragment of the model, which leaves now and enters when `finish_step` has been computed."""
+
+    fragment: int
+    finish_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamingDiloco(Optimization):
     """Fragments take turns; outer Nesterov on the mean delta, tau steps late [Douillard et al. 2025, alg. 2]."""
 
@@ -236,12 +244,12 @@ class StreamingDiloco(Optimization):
     momentum: float = 0.0
     mix: float = 0.0
 
-    def due(self, step: int) -> tuple[Exchange, ...]:
+    def due(self, step: int) -> tuple[Fragment, ...]:
         turn = [(step + 1 - f * self.every // self.fragments) % self.every == 0 for f in range(self.fragments)]
         finish = step + self.tau
-        return tuple(Exchange(what="delta", fragment=f, finish_step=finish) for f, now in enumerate(turn) if now)
+        return tuple(Fragment(fragment=f, finish_step=finish) for f, now in enumerate(turn) if now)
 
-    def merge(self, mine: Tensor, theirs: Tensor, state: Outer) -> tuple[Tensor, Outer]:
+    def merge(self, side: Side, mine: Tensor, theirs: Tensor, state: Outer) -> tuple[Tensor, Outer]:
         speed = self.momentum * state.get("speed", torch.zeros_like(mine)) + theirs
         anchor = state["anchor"] - self.lr * (theirs + self.momentum * speed)
         return self.mix * mine + (1 - self.mix) * anchor, {"anchor": anchor, "speed": speed}
@@ -276,7 +284,7 @@ def stream(how: StreamingDiloco, steps: int) -> tuple[Tensor, Tensor]:
             while under_way and under_way[0].finish_step <= step:
                 f = under_way.pop(0).fragment
                 (theirs,) = yield Recv(me, (parts[f],))
-                merged, states[f] = how.merge(parts[f], theirs, states[f])
+                merged, states[f] = how.merge("worker", parts[f], theirs, states[f])
                 parts[f].copy_(merged)
             path.append(model.clone())
         return torch.cat([state["anchor"] for state in states]), torch.stack(path)
@@ -330,9 +338,9 @@ class AdPsgd(Optimization):
     """
 
     def due(self, step: int) -> tuple[Exchange, ...]:
-        return (Exchange(what="model", finish_step=step),)
+        return (Exchange(what="model"),)
 
-    def merge(self, mine: Tensor, theirs: Tensor, state: Outer) -> tuple[Tensor, Outer]:
+    def merge(self, side: Side, mine: Tensor, theirs: Tensor, state: Outer) -> tuple[Tensor, Outer]:
         return (mine + theirs) / 2, state
 
 
@@ -353,7 +361,7 @@ def gossip(seed: int, *, steps: int, lr: float, active: range, passive: range) -
             before = models[w]  # also the gradient: taken before the swap and applied after, as in the paper
             for _ in how.due(step) if w in active else ():
                 (theirs,) = yield Swap(responder[rng.choice([p for p in passive if p != w])], (before,))
-                models[w], _ = how.merge(models[w], theirs, {})
+                models[w], _ = how.merge("worker", models[w], theirs, {})
                 swaps.append(gained.pop(number[w]) + models[w] - before)
             models[w] = models[w] - lr * before
             moved.sub_(lr * before)
@@ -362,7 +370,7 @@ def gossip(seed: int, *, steps: int, lr: float, active: range, passive: range) -
     def respond(w: int) -> Flow[None]:
         while (request := (yield Serve())) is not None:
             (sender, swap), mine = request, models[w]
-            models[w], _ = how.merge(mine, swap.payload[0], {})
+            models[w], _ = how.merge("worker", mine, swap.payload[0], {})
             gained[sender] = models[w] - mine
             yield Reply(sender, (mine,))
 

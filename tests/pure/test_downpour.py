@@ -20,7 +20,25 @@ def test_pushes_and_fetches_are_due_after_whole_counts() -> None:
 
 def test_a_fetched_model_takes_the_place_of_mine() -> None:
     mine, theirs = torch.zeros(2), torch.ones(2)
-    assert Downpour().merge(mine, theirs, {})[0] is theirs
+    assert Downpour().merge("worker", mine, theirs, {})[0] is theirs
+
+
+def test_a_copy_moves_by_the_learning_rate_times_the_gradient() -> None:
+    param, grad = torch.tensor([1.0, 2.0]), torch.tensor([4.0, -8.0])
+    Downpour().local_update(param, grad, {"lr": 0.25, "momentum": 0.9})
+    assert param.tolist() == [0.0, 4.0]
+    Downpour().local_update(param, grad, {"lr": 0.25, "maximize": True})
+    assert param.tolist() == [1.0, 2.0]
+
+
+def test_a_payload_is_priced_as_a_push_to_the_servers() -> None:
+    """A worker pushes a compressed gradient once; servers send whole models back."""
+    specs, said = [Spec("w", (1000,)), Spec("b", (10,))], "asp / parameter_server(servers=2) / topk(ratio=0.1)"
+    topk, dense = Contender(name="topk", strategy=Strategy.parse(said)), Strategy.parse("asp / parameter_server")
+    assert topk.declared_bytes(specs, 4) == 8 * (100 + 1)
+    assert topk.link_bytes(specs, 4) == 2 * 4 * 1010
+    assert dense.push_bytes(specs) == 4 * 1010
+    assert Contender(name="hogwild", strategy=Strategy.parse("asp / shared_memory")).declared_bytes(specs, 4) == 0
 
 
 @pytest.mark.parametrize("name", ["push", "fetch"])

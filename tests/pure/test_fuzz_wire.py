@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pure.test_laws import compressors, draw, lossy, specs_of, tapped, value_of
+from tests.pure.laws.test_compression import compressors, draw, lossy, specs_of, tapped, value_of
 from weft.compression import Bucket, Compressor, Context, Piece, _coded
 from weft.compression.error_feedback import ErrorFeedback
 from weft.errors import PayloadError

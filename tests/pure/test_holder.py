@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.axis import catalogue, parse_raw
+from weft.rounds import Contribution, Rounds
 from weft.runtime.server.prefetch import may_go_on
-from weft.runtime.server.rounds import Contribution, Rounds
 from weft.synchrony import Synchrony, View
 from weft.synchrony.bsp import Bsp
 

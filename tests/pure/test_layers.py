@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
     ("axis",),
     AXES,
-    ("strategy",),
+    ("strategy", "rounds"),
     ("transport",),
     ("store",),
     ("runtime", "plan", "__init__"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pure.test_laws import SHAPES, compressors, dtypes, specs_of, value_of
+from tests.pure.laws.test_compression import SHAPES, compressors, dtypes, specs_of, value_of
 from weft import kernels
 from weft.compression import Compressor, Context, Piece, State
 from weft.errors import LoopError, PayloadError

@@ -122,7 +122,7 @@ def train(
             raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
         path = find_job(asked.job)
         source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
-        server_hosts = known.check().topology.server_hosts(asked.workers)
+        server_hosts = known.check().server_hosts(asked.workers)
         spec = replace(asked, servers=len(server_hosts), survives_worker_loss=known.survives_worker_loss).checked()
         made = False
         if asked.out is None or out is not None:

@@ -110,7 +110,9 @@ class Compressor(Answer, ABC):
 
     axis: ClassVar[str] = "compression"
     lossless: ClassVar[bool] = False
-    """Whether the mean is exactly the mean."""
+    """Whether payloads decode to the same bits, so that the mean is exact and nothing is ever left out."""
+    raw: ClassVar[bool] = False
+    """Whether the payload is the gradient itself, so that a sum of payloads is the sum, and needs no `exchange`."""
     tracks_residual: ClassVar[bool] = False
     """Whether it asks an inner compressor for what that did not send."""
     has_residual: ClassVar[bool] = False

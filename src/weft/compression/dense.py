@@ -17,6 +17,7 @@ class Dense(Compressor):
     """Gradients as they are."""
 
     lossless: ClassVar[bool] = True
+    raw: ClassVar[bool] = True
 
     def error(self, x: Tensor, spec: Spec) -> float:
         return 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft.axis import DEFAULTS
 from weft.lab import peers
 from weft.lab.instruments.straggler import Slow
-from weft.ops import Spec, Sum
+from weft.ops import Spec
 from weft.profile import Profile
 from weft.strategy import Strategy
 
@@ -46,7 +46,7 @@ class Contender:
 
     def server_hosts(self, workers: int) -> tuple[int, ...]:
         """Where its servers sit, if it has any."""
-        return self.strategy.topology.server_hosts(workers) if self.strategy is not None else ()
+        return self.strategy.server_hosts(workers) if self.strategy is not None else ()
 
     def declared_bytes(self, specs: Sequence[Spec], workers: int) -> float:
         """What one worker must send in a step, on average."""
@@ -55,23 +55,15 @@ class Contender:
         if self.peer is not None:
             return peers.find(self.peer).bytes(specs, workers)
         assert self.strategy is not None
-        strategy = self.strategy
-        rounds = strategy.compression.rounds(specs, workers)
-        sent = sum(strategy.topology.wire_bytes(each.op, each.nbytes, workers) for each in rounds)
-        return sent * strategy.optimization.pushes
+        return self.strategy.wire_bytes(specs, workers) * self.strategy.optimization.pushes
 
     def link_bytes(self, specs: Sequence[Spec], workers: int) -> float:
         """What the busiest link must carry in a step, on average, one way, where servers send models back; else 0."""
-        server_hosts = self.server_hosts(workers)
-        if not server_hosts:
+        if self.strategy is None or not self.strategy.has_servers:
             return 0.0
-        assert self.strategy is not None
-        topology, model = self.strategy.topology, sum(spec.nbytes for spec in specs)
-        rounds = self.strategy.compression.rounds(specs, workers)
-        often = self.strategy.optimization
-        back = topology.link_bytes(Sum, model, workers) * often.fetches
-        there = sum(topology.link_bytes(each.op, each.nbytes, workers) for each in rounds) * often.pushes
-        return max(back, there) if server_hosts[0] >= workers else (back + there) / 2  # the same links carry both
+        often, model = self.strategy.optimization, sum(spec.nbytes for spec in specs)
+        pushed = self.strategy.push_bytes(specs) * often.pushes
+        return self.strategy.server_topology.link_bytes(pushed, model * often.fetches, workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,58 +1,70 @@
-"""WHOSE optimizer steps, and what is merged?"""
+"""WHOSE optimizer steps, and what is merged?
+
+`Optimization` alone is one logical optimizer, stepped with mean gradients. `LocalSteps` are workers that step copies of
+the model by themselves and exchange something with the servers now and then.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from weft.axis import Answer
 
 State = dict[str, Tensor]
+"""What a merge remembers about one parameter."""
+Side = Literal["worker"]
+"""The side on which a model is merged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Something to be exchanged: it starts now, and its result enters when step `finish_step` has been computed.
+    """An exchange that starts after a step: a worker pushes its gradients, or fetches the servers' model."""
 
-    A delta is `state["anchor"] - mine`: the runtime puts the first parameters there, and `merge` may move them.
-    """
-
-    what: Literal["gradient", "model", "delta"]
-    finish_step: int
-    fragment: int | None = None
-    """Which fragment of the model; None: all of it."""
+    what: Literal["gradient", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization(Answer, ABC):
-    """Which exchanges a worker owes after a step, and how what came back enters its model."""
+    """How often gradients and models travel."""
 
     axis: ClassVar[str] = "optimization"
-    accrues: ClassVar[bool] = False
-    """Whether a worker adds its gradients up and moves a copy of its own, between two meetings with servers."""
 
     @property
     def period(self) -> int:
-        """Steps after which what is due repeats."""
+        """Steps after which the exchanges repeat."""
         return 1
 
     @property
     def pushes(self) -> float:
-        """How often a worker's gradients leave it, in a step."""
+        """Pushes of a worker's gradients in a step, on average."""
         return 1.0
 
     @property
     def fetches(self) -> float:
-        """How often servers send a worker the model, in a step."""
+        """Fetches of the servers' model in a step, on average."""
         return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Optimization, ABC):
+    """A worker steps a copy of the model with its own gradients, whose sum it pushes now and then."""
+
+    @abstractmethod
+    def local_update(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> None:
+        """Step a parameter of the copy in place; `hyper` is its group of the loop's optimizer."""
 
     @abstractmethod
     def due(self, step: int) -> tuple[Exchange, ...]:
-        """The exchanges that start when `step` has been computed."""
+        """The exchanges that start when `step` has been computed. A step's push precedes its fetch."""
 
     @abstractmethod
-    def merge(self, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
-        """My tensor after meeting theirs (a gradient's mean, a neighbour's model, the mean delta)."""
+    def merge(self, side: Side, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
+        """The copy's parameter once the servers' has arrived, and what is remembered until the next time.
+
+        `mine` and `theirs` are read-only; the result may be one of them.
+        """

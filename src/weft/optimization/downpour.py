@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, final
 
 from torch import Tensor
 
-from weft.optimization import Exchange, Optimization, State
+from weft.optimization import Exchange, LocalSteps, Side, State
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Downpour(Optimization):
+class Downpour(LocalSteps):
     """The servers' optimizer steps with sums of gradients, of workers that go on with copies [Dean et al. 2012].
 
     In each step a worker adds its own gradient to what it has accrued, and moves its copy by the learning rate times
@@ -20,8 +21,6 @@ class Downpour(Optimization):
     what `gradient` does. A gradient's staleness counts from the model that was fetched last, the worker's own pushes
     since then included. Whatever the schedule, nothing leaves during backward: the sum is whole after it.
     """
-
-    accrues: ClassVar[bool] = True
 
     push: int = 1
     """n_push: steps whose gradients go to the servers as one sum."""
@@ -45,10 +44,16 @@ class Downpour(Optimization):
     def fetches(self) -> float:
         return 1 / self.fetch
 
-    def due(self, step: int) -> tuple[Exchange, ...]:
-        given = (Exchange(what="gradient", finish_step=step),) if (step + 1) % self.push == 0 else ()
-        taken = (Exchange(what="model", finish_step=step),) if (step + 1) % self.fetch == 0 else ()
-        return given + taken
+    def local_update(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> None:
+        """p -= lr g, or p += lr g where the optimizer maximizes."""
+        rate = float(hyper["lr"]) * (-1 if hyper.get("maximize") else 1)
+        param.add_(grad, alpha=-rate)
 
-    def merge(self, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
+    def due(self, step: int) -> tuple[Exchange, ...]:
+        pushed = (Exchange(what="gradient"),) if (step + 1) % self.push == 0 else ()
+        fetched = (Exchange(what="model"),) if (step + 1) % self.fetch == 0 else ()
+        return pushed + fetched
+
+    def merge(self, side: Side, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
+        """The servers' model replaces the copy."""
         return theirs, state

@@ -14,5 +14,3 @@ class Partition(Answer, ABC):
     """How the model is laid over the workers."""
 
     axis: ClassVar[str] = "partition"
-    whole: ClassVar[bool]
-    """Whether every worker holds the whole model."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from weft.partition import Partition
 
@@ -10,5 +10,3 @@ from weft.partition import Partition
 @dataclass(frozen=True, kw_only=True)
 class Replicated(Partition):
     """Every worker holds the whole model (data parallelism)."""
-
-    whole: ClassVar[bool] = True

@@ -92,7 +92,7 @@ def init(
     joined = True
     env = os.environ
     chosen = choose_strategy(strategy)
-    world = World.here().with_servers(chosen.topology)
+    world = World.here().with_servers(chosen)
     steps = int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps
     seed = int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0
     if world.server is not None:
@@ -144,8 +144,8 @@ class Run:
         torch.manual_seed(seed)
         timeout_s = seconds("WEFT_TIMEOUT_S", 600)
         self._foreign = instruments.foreign()
-        self._among_servers = bool(strategy.topology.server_hosts(world.workers)) and self._foreign is None
-        self._shares_memory = strategy.topology.shares_memory and world.workers > 1 and self._foreign is None
+        self._among_servers = strategy.has_servers and self._foreign is None
+        self._shares_memory = strategy.shares_memory and world.workers > 1 and self._foreign is None
         apart = self._among_servers or self._shares_memory  # workers need not know each other
         if not apart:
             world.connect(self.device, timeout_s)
@@ -235,7 +235,7 @@ class Run:
             model=model, optimizer=optimizer, followers=followers, passes=self._passes, position=self._position
         )
         if self._among_servers:
-            kind = Apart if self.strategy.optimization.accrues else Served
+            kind = Apart if self.strategy.has_local_steps else Served
             parts.served = self._served = kind(
                 model,
                 optimizer,

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from weft.ops import All, Collective, Flow, Payload, Place, Recv, Scatter, Send, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology._parts import bounds, pairwise, pairwise_seconds
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Direct(Topology):
+class Direct(CollectiveTopology):
     """Everyone sends each owner its share, the owner adds in one fixed binary tree, everyone fetches the sums.
 
     The bytes of a ring in 2 rounds instead of 2(n-1): 2(a + (n-1)/n S/b). Because the tree is over logical ranks,
     a sum has the same bits on any number of processes, with any buckets and any schedule.
     """
 
-    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     native: ClassVar[Literal["", "direct", "all_reduce"]] = "direct"
 

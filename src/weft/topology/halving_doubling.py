@@ -6,20 +6,19 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from weft.ops import All, Collective, Flow, Place, Recv, Scatter, Send, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology._double import gather, gather_bytes, gather_seconds
 from weft.topology._parts import fold, fold_groups, pairwise, pairwise_seconds, unfold
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class HalvingDoubling(Topology):
+class HalvingDoubling(CollectiveTopology):
     """Pairs exchange halves, then quarters, and hand the sums out the same way back: few rounds and few bytes.
 
     [Rabenseifner 2004]: 2 lg n a + 2(n-1)/n S/b; where n is no power of two, the surplus folds: + 2(a + S/b).
     """
 
-    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

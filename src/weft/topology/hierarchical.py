@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
-from weft.ops import All, Collective, Flow, Place, Scatter
-from weft.topology import Topology
-from weft.topology._parts import bounds, pairwise, pairwise_seconds
-from weft.topology.direct import Direct
+from torch import Tensor
+
+from weft.ops import Flow, Place, Sum
+from weft.topology import ServerTopology
+from weft.topology._parts import bounds
+from weft.topology._requests import push_and_pull, round_trip_seconds
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(Topology):
+class Hierarchical(ServerTopology):
     """Workers in groups, each with a proxy that sums up what they push before it goes on to the servers.
 
     A group's workers take each step together, and the synchrony holds between groups: with asp they are SINGA's worker
@@ -20,7 +22,6 @@ class Hierarchical(Topology):
     Where m is a power of two, sums have the bits of `direct`.
     """
 
-    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = False
 
     groups: int = 2
@@ -43,28 +44,27 @@ class Hierarchical(Topology):
         return tuple(range(a, b) for a, b in bounds(workers, min(self.groups, workers)) if a < b)
 
     def server_hosts(self, workers: int) -> tuple[int, ...]:
-        return (*range(workers, workers + self.servers), *(team[0] for team in self.worker_groups(workers)))
+        return (*range(workers, workers + self.servers), *(group[0] for group in self.worker_groups(workers)))
 
-    def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
-        if isinstance(op, Scatter):
-            return (yield from pairwise(op, me, place))
-        return (yield from Direct().lower(op, me, place))
+    def lower(self, op: Sum, me: int, place: Place) -> Flow[Tensor]:
+        groups = self.worker_groups(place.workers)
+        proxy = place.workers + self.servers + next(at for at, group in enumerate(groups) if me in group)
+        return (yield from push_and_pull(op.payload, [proxy], 0, 1))
 
-    def seconds(self, op: type[Collective], nbytes: int, place: Place) -> float:
-        """A sum goes to the proxy, on to the servers, and the same way back."""
-        if op is Scatter:
-            return pairwise_seconds(nbytes, place)
-        if op is All:
-            return Direct().seconds(op, nbytes, place)
-        worker_groups = self.worker_groups(place.workers)
-        others = len(worker_groups[0]) - 1
+    def seconds(self, nbytes: int, place: Place) -> float:
+        """To the proxy, on to the servers, and the same way back: 2 (a + (m-1) S/b) + 2 (a + max(1, g/k) S/b)."""
+        groups = self.worker_groups(place.workers)
+        others = len(groups[0]) - 1
         near = place.latency_s * (others > 0) + others * nbytes / place.bytes_per_s
-        far = place.latency_s + max(1.0, len(worker_groups) / self.servers) * nbytes / place.bytes_per_s
-        return 2 * (near + far)
+        return 2 * near + round_trip_seconds(nbytes, place, len(groups), self.servers)
 
-    def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
-        worker_groups = self.worker_groups(workers)
-        return self.wire_bytes(op, nbytes, workers) * max(len(worker_groups[0]), len(worker_groups) / self.servers)
+    def wire_bytes(self, nbytes: int, workers: int) -> float:
+        """The first worker of a group reaches its proxy within the host: groups of one send nothing themselves."""
+        return float(nbytes) if len(self.worker_groups(workers)[0]) > 1 else 0.0
 
-    def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
-        return float(nbytes) if op is not All else Direct().wire_bytes(op, nbytes, workers)
+    def link_bytes(self, push_bytes: float, pull_bytes: float, workers: int) -> float:
+        """The link of a proxy's host, or that of a server's."""
+        groups = self.worker_groups(workers)
+        others, share = len(groups[0]) - 1, len(groups) / self.servers
+        proxy = max(push_bytes + others * pull_bytes, others * push_bytes + pull_bytes)
+        return max(proxy, share * push_bytes, share * pull_bytes)

@@ -1,24 +1,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
-from weft.ops import All, Collective, Flow, Place, Pull, Push, Scatter, Sum
-from weft.topology import Topology
-from weft.topology._parts import bounds, pairwise, pairwise_seconds
-from weft.topology.direct import Direct
+from torch import Tensor
+
+from weft.ops import Flow, Place, Sum
+from weft.topology import ServerTopology
+from weft.topology._requests import push_and_pull, round_trip_seconds
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ParameterServer(Topology):
+class ParameterServer(ServerTopology):
     """Servers of their own keep the model, a share each, and step its optimizer [Li et al. 2014].
 
     Workers push gradients and pull parameters: S bytes each way for a worker, n S / k for each of k servers, whose
     ports are what limits where k < n.
     """
 
-    collective: ClassVar[bool] = False
     exact: ClassVar[bool] = True
 
     servers: int = 1
@@ -41,33 +41,15 @@ class ParameterServer(Topology):
     def server_hosts(self, workers: int) -> tuple[int, ...]:
         return tuple(range(workers, workers + self.count(workers)))
 
-    def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:
+    def lower(self, op: Sum, me: int, place: Place) -> Flow[Tensor]:
         n = place.workers
-        if isinstance(op, Scatter):
-            return (yield from pairwise(op, me, place))
-        if isinstance(op, All):
-            return (yield from Direct().lower(op, me, place))
-        assert isinstance(op, Sum)
-        flat = op.payload.reshape(-1)
-        edges = bounds(flat.numel(), self.count(n))
-        for server, (a, b) in enumerate(edges):
-            yield Push(n + server, (flat[a:b],))
-        total = flat.clone()
-        for server, (a, b) in enumerate(edges):
-            (part,) = yield Pull(n + server)
-            total[a:b] = part
-        return total.reshape(op.payload.shape)
+        return (yield from push_and_pull(op.payload, range(n, n + self.count(n)), me, n))
 
-    def seconds(self, op: type[Collective], nbytes: int, place: Place) -> float:
-        if op is Scatter:
-            return pairwise_seconds(nbytes, place)
-        if op is All:
-            return Direct().seconds(op, nbytes, place)
-        busiest = nbytes * max(1.0, place.workers / self.count(place.workers))
-        return 2 * (place.latency_s + busiest / place.bytes_per_s)
+    def seconds(self, nbytes: int, place: Place) -> float:
+        return round_trip_seconds(nbytes, place, place.workers, self.count(place.workers))
 
-    def link_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
-        return self.wire_bytes(op, nbytes, workers) * max(1.0, workers / self.count(workers))
+    def wire_bytes(self, nbytes: int, workers: int) -> float:
+        return float(nbytes)
 
-    def wire_bytes(self, op: type[Collective], nbytes: int, workers: int) -> float:
-        return float(nbytes) if op is Sum else Direct().wire_bytes(op, nbytes, workers)
+    def link_bytes(self, push_bytes: float, pull_bytes: float, workers: int) -> float:
+        return max(push_bytes, pull_bytes) * max(1.0, workers / self.count(workers))

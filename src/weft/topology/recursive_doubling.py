@@ -4,20 +4,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from weft.ops import All, Collective, Flow, Place, Recv, Scatter, Send, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology._double import gather, gather_bytes, gather_seconds
 from weft.topology._parts import fold, fold_groups, pairwise, pairwise_seconds, unfold
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RecursiveDoubling(Topology):
+class RecursiveDoubling(CollectiveTopology):
     """Pairs at doubling distance exchange everything: few rounds, many bytes, good for small gradients.
 
     [Thakur et al. 2005]: lg n (a + S/b); where n is no power of two, the surplus folds first: + 2(a + S/b).
     """
 
-    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

@@ -4,19 +4,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
 from weft.ops import All, Collective, Flow, Payload, Place, Recv, Scatter, Send, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology._parts import bounds, pairwise, pairwise_seconds
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ring(Topology):
+class Ring(CollectiveTopology):
     """Parts go around a ring, once adding and once handing out; the library's own all-reduce where there is one.
 
     [Patarasuk & Yuan 2009]: 2(n-1)(a + S/(n b)).
     """
 
-    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
     native: ClassVar[Literal["", "direct", "all_reduce"]] = "all_reduce"
 

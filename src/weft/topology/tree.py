@@ -4,20 +4,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from weft.ops import All, Collective, Flow, Place, Recv, Scatter, Send, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology._parts import pairwise, pairwise_seconds
 from weft.topology.direct import Direct
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Tree(Topology):
+class Tree(CollectiveTopology):
     """Gradients are added up a binomial tree and the sum comes down it again [Iandola et al. 2016].
 
     One server's 2 n S becomes 2 ceil(lg n) S: 2 ceil(lg n) (a + S/b) where n is a power of two.
     """
 
-    collective: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def lower(self, op: Collective, me: int, place: Place) -> Flow[Any]:

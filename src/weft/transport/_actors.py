@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.errors import WeftError
-from weft.ops import Ask, Collective, Flow, Op, Payload, Recv, Reply, Send, Serve, nbytes
+from weft.ops import Ask, Await, Collective, Flow, Issue, Op, Payload, Recv, Reply, Send, Serve, nbytes
 
 Deliver = Callable[[int, int, int, float], tuple[float, float]]
-"""(sender, receiver, bytes, now) -> when the message has left the sender, and when it has arrived."""
+"""(sender, receiver, bytes, now) -> time at which the message has left the sender, and time of its arrival."""
 Together = Callable[[list[Any]], list[Any]]
 """One collective intent per actor -> one result per actor."""
 
@@ -25,19 +25,18 @@ class Actors:
         n = len(self.flows)
         self.clock = [0.0] * n
         self.left = [0.0] * n
-        self.sent_bytes = [0] * n
         self.results: list[Any] = [None] * n
         self.running = set(range(n))
         self.waiting: dict[int, Op] = {}
         self.mail: dict[tuple[int, int], deque[tuple[float, Payload]]] = {}
         self.requests: list[deque[tuple[float, int, Ask]]] = [deque() for _ in range(n)]
-        self.replies: dict[int, tuple[float, Payload]] = {}
+        self.replies: dict[tuple[int, int], deque[tuple[float, Payload]]] = {}
 
     def run(self) -> list[Any]:
         for actor in range(len(self.flows)):
             self._resume(actor, None)
         while self.running:
-            # Whoever can act earliest goes first, so that ports and servers see messages in their true order.
+            # The actor that can act earliest goes first, so that ports and servers see messages in their true order.
             able = [(when, actor) for actor in self.running if (when := self._when(actor)) is not None]
             if able:
                 when, actor = min(able)
@@ -48,7 +47,7 @@ class Actors:
         return self.results
 
     def _resume(self, actor: int, value: Any) -> None:
-        """Give an actor its result, and post whatever its next intent sends."""
+        """Give an actor its result, and post the message of its next intent."""
         try:
             op = self.waiting[actor] = self.flows[actor].send(value)
         except StopIteration as stop:
@@ -56,26 +55,29 @@ class Actors:
             self.running.discard(actor)
             self.waiting.pop(actor, None)
             return
-        if isinstance(op, (Send, Reply, Ask)):
-            size = nbytes(op.payload)
-            self.sent_bytes[actor] += size
-            self.left[actor], arrival = self.deliver(actor, op.to, size, self.clock[actor])
-            if isinstance(op, Send):
-                self.mail.setdefault((actor, op.to), deque()).append((arrival, op.payload))
-            elif isinstance(op, Reply):
-                self.replies[op.to] = (arrival, op.payload)
-            else:
-                self.requests[op.to].append((arrival, actor, op))
+        message = op.request if isinstance(op, Issue) else op
+        if isinstance(message, (Send, Reply, Ask)):
+            self._post(actor, message)
+
+    def _post(self, actor: int, message: Send | Reply | Ask) -> None:
+        to, payload = message.to, message.payload
+        self.left[actor], arrival = self.deliver(actor, to, nbytes(payload), self.clock[actor])
+        if isinstance(message, Send):
+            self.mail.setdefault((actor, to), deque()).append((arrival, payload))
+        elif isinstance(message, Reply):
+            self.replies.setdefault((actor, to), deque()).append((arrival, payload))
+        else:
+            self.requests[to].append((arrival, actor, message))
 
     def _when(self, me: int) -> float | None:
-        """When the intent that an actor waits on can give its result; None: not as things stand."""
+        """Time at which the intent that an actor waits on can give its result; None: not as things stand."""
         match self.waiting[me]:
-            case Send() | Reply():
+            case Send() | Reply() | Issue():
                 return self.left[me]
             case Recv(source, _) if self.mail.get((source, me)):
                 return max(self.clock[me], self.mail[source, me][0][0])
-            case Ask() if me in self.replies:
-                return max(self.clock[me], self.replies[me][0])
+            case Ask(to) | Await(to) if self.replies.get((to, me)):
+                return max(self.clock[me], self.replies[to, me][0][0])
             case Serve() if self.requests[me]:
                 return max(self.clock[me], self.requests[me][0][0])
             case Serve() if all(isinstance(self.waiting[other], Serve) for other in self.running):
@@ -86,8 +88,8 @@ class Actors:
         match op:
             case Recv(source, _):
                 return self.mail[source, me].popleft()[1]
-            case Ask():
-                return self.replies.pop(me)[1]
+            case Ask(to) | Await(to):
+                return self.replies[to, me].popleft()[1]
             case Serve() if self.requests[me]:
                 _, sender, request = self.requests[me].popleft()
                 return sender, request

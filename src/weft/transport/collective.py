@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.errors import PeerLost
 from weft.ops import All, Collective, Payload, Place, Recv, Scatter, Send, Sum, nbytes
-from weft.topology import Topology
+from weft.topology import CollectiveTopology, Topology
 from weft.topology._parts import bounds
 from weft.topology.direct import add_into, add_wide, forest, wide
 from weft.transport.layout import Layout
@@ -116,6 +116,7 @@ class Processes:
             home += payload
         if not self.connected:
             return home
+        assert isinstance(self.topology, CollectiveTopology)
         if self.topology.native == "all_reduce":
             self.sent_bytes += self.topology.wire_bytes(Sum, nbytes((home,)), layout.processes)
             work: Any = dist.all_reduce(home, async_op=True)
@@ -204,6 +205,7 @@ class Processes:
     def _lowered(self, op: Collective, tag: int) -> Wire:
         """A collective of any topology, performed as the messages that it is lowered to."""
         place = Place(workers=self.layout.processes)
+        assert isinstance(self.topology, CollectiveTopology)
         flow = self.topology.lower(op, self.layout.process, place)
         result: Any = None
         kept: list[Works] = []

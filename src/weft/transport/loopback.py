@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.ops import All, Collective, Flow, Op, Place, Scatter, Sum
-from weft.topology import Topology
+from weft.topology import CollectiveTopology
 from weft.topology.direct import add_tree
 from weft.transport._actors import Actors
 
@@ -44,7 +44,7 @@ def _sizes(op: Any) -> list[int]:
     raise AssertionError(f"not a collective: {op}")
 
 
-def lowered(flow: Flow[Any], topology: Topology, me: int, place: Place) -> Flow[Any]:
+def lowered(flow: Flow[Any], topology: CollectiveTopology, me: int, place: Place) -> Flow[Any]:
     """The same flow with every collective lowered by a topology: the one point where the two compose."""
     op: Op
     result: Any = None

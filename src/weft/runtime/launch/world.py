@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import JobError, PeerLost, UserError
 from weft.runtime.launch.rendezvous import ask_where, reach, say_here
+from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.transport.heartbeat import peer_timeout_s
 from weft.transport.layout import Layout
@@ -81,20 +82,15 @@ class World:
             raise UserError(f"{world.workers} workers cannot fill {world.processes} processes; use at least one each")
         return world
 
-    def with_servers(self, topology: Topology) -> World:
+    def with_servers(self, strategy: Strategy) -> World:
         """Itself, or under a launcher that knows no servers: the last processes are the servers."""
-        if (
-            self.server is not None
-            or "WEFT_WORKERS" in os.environ
-            or self.processes == 1
-            or not topology.server_hosts(1)
-        ):
+        if self.server is not None or "WEFT_WORKERS" in os.environ or self.processes == 1 or not strategy.has_servers:
             return self
-        fits = [n for n in range(1, self.processes) if n + len(topology.server_hosts(n)) == self.processes]
+        fits = [n for n in range(1, self.processes) if n + len(strategy.server_hosts(n)) == self.processes]
         if not fits:
             raise UserError(
-                f"{self.processes} processes cannot be divided into workers and servers as {topology} wants it; start "
-                "as many as both together"
+                f"{self.processes} processes cannot be divided into workers and servers as {strategy.topology} wants "
+                "it; start as many as both together"
             )
         workers = fits[0]
         server = self.process - workers if self.process >= workers else None

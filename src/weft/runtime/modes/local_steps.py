@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from weft.optimization import LocalSteps, State
 from weft.runtime.modes.parameter_server import Served
+from weft.runtime.server.client import PulledModel
+from weft.runtime.server.gpu_client import GpuPull
 from weft.strategy import Strategy
 
 
@@ -22,7 +25,11 @@ class Apart(Served):
 
     def __init__(self, *args: Any, strategy: Strategy, **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
+        assert isinstance(strategy.optimization, LocalSteps)
         self.optimization = strategy.optimization
+        self._mine: dict[str, Tensor] = {}
+        """The copy as it is when the servers' model is fetched into its memory."""
+        self._merge_state: dict[str, State] = {}
         self._accrued: dict[str, Tensor] = {}
         """Sums of this worker's own gradients that the servers do not have yet; flat."""
         self._shares: list[float] = []
@@ -45,15 +52,15 @@ class Apart(Served):
         """Accrue and move; push and fetch where that is due."""
         due = {exchange.what for exchange in self.optimization.due(self.passes.step)}
         self._numbers = self._hyper()
-        self._accrue(move="model" not in due)
+        self._accrue()
         self.came, self._moved, self.leaving = set(), True, self.asked
         if "gradient" in due:
             self._push(self.passes.step)
         if "model" in due:
             self._fetch_model()
 
-    def _accrue(self, *, move: bool) -> None:
-        """Who has no batch has no gradient; a copy that is about to be replaced need not move."""
+    def _accrue(self) -> None:
+        """Add this step's gradients up, and step the copy with them. A worker without a batch has no gradient."""
         grads = self._own_gradients()
         self._shares.append(self.passes.share)
         if not self.passes.share:
@@ -63,11 +70,10 @@ class Apart(Served):
                 self._accrued[name] += grad
             else:
                 self._accrued[name] = grad.clone()
-        for group in self.optimizer.param_groups if move else ():
-            rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
+        for group in self.optimizer.param_groups:
             for name in [self._name_of[id(p)] for p in group["params"] if id(p) in self._name_of]:
                 if name in grads:
-                    self.flat[name].add_(grads[name], alpha=-rate)
+                    self.optimization.local_update(self.flat[name], grads[name], group)
 
     def _own_gradients(self) -> dict[str, Tensor]:
         """This step's, flat; all of them are looked at before one of them counts."""
@@ -93,9 +99,23 @@ class Apart(Served):
         self._accrued, self._shares = {}, []
 
     def _fetch_model(self) -> None:
-        """The servers' model takes the copy's place; what worker 0 has made of buffers stays until it has pushed."""
+        """Merge the servers' model into the copy; what worker 0 has made of buffers stays until it has pushed."""
+        for name, flat in self.flat.items():
+            if name in self._mine:
+                self._mine[name].copy_(flat)
+            else:
+                self._mine[name] = flat.clone()
         self._bring(() if self.passes.rank == 0 and self._accrued else self.buffers)
         self._moved = False
+
+    def _enter(self, name: str, pulled: PulledModel | GpuPull) -> bool:
+        early, theirs = super()._enter(name, pulled), self.flat[name]
+        merged, self._merge_state[name] = self.optimization.merge(
+            "worker", self._mine[name], theirs, self._merge_state.get(name, {})
+        )
+        if merged is not theirs:
+            theirs.copy_(merged)
+        return early
 
     def meet(self) -> None:
         """The servers get what was accrued, with the last step's numbers, and this worker has their model."""

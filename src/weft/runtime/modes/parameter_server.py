@@ -54,7 +54,7 @@ class Served:
         refuse(model, optimizer, world)
         self.optimizer, self.passes, self.phases, self.timeout_s = optimizer, passes, phases, timeout_s
         self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
-        self.unused, self.asked, self.lossless = unused, False, strategy.compression.lossless
+        self.unused, self.asked, self.raw = unused, False, strategy.compression.raw
         self.leaving = False
         """Whether all workers leave after this step."""
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -75,7 +75,7 @@ class Served:
         at, self.running = self.client.join(timeout_s)
         if self.running:  # this worker was lost, and is back: it goes on where it was
             passes.step = max(passes.step, at)
-        self._apart = len(strategy.topology.worker_groups(world.workers)) or world.workers
+        self._apart = len(strategy.server_topology.worker_groups(world.workers)) or world.workers
         """How many go at a pace of their own."""
         self.started = False
         self.came: set[str] = set()
@@ -130,7 +130,7 @@ class Served:
     def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
         """A gradient is there: it leaves, now or in `step`."""
         flat = self._weighed(name, grad)
-        given = flat if self.passes.share > 0 or not self.lossless else None  # who has no batch has no gradient
+        given = flat if self.passes.share > 0 or not self.raw else None  # who has no batch has no gradient
         if self.overlaps:
             self.client.push(name, given, self.passes.step, self._coming)
         else:

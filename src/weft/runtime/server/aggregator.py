@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import WeftError
+from weft.rounds import Contribution, mean
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.protocol import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PUSH, WHO, Hyper, Verb
-from weft.runtime.server.rounds import Contribution, mean
 from weft.runtime.server.service import Loss
 from weft.runtime.server.statistics import Statistics
 from weft.threads import start_serial_thread

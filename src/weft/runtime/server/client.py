@@ -247,7 +247,7 @@ class ServerClient:
             grad = self._grads[part.name]
             if grad is not None:
                 words += map(raw, self._words(part, grad[part.start : part.stop], step))
-            elif self.compression.lossless:
+            elif self.compression.raw:
                 words.append(memoryview(b""))
         self._push(route, words, step)
 
@@ -295,7 +295,7 @@ class ServerClient:
 
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
         """What goes to the server: the gradient itself, or what a compressor says about it."""
-        if self.compression.lossless:
+        if self.compression.raw:
             return [grad]
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
         value = self._model[part.name][part.start : part.stop]

@@ -58,7 +58,7 @@ _BY_PARAMETER |= {Lamb, Lars}
 def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Bundle]]:
     """Which server keeps what. Parameters stay whole where the optimizer or the compressor looks at all of one."""
     specs = trained(model)
-    alone = not strategy.compression.lossless
+    alone = not strategy.compression.raw
     least, most = strategy.schedule.key_bytes
     whole = alone or type(optimizer) not in _ELEMENTWISE
     found = shards(specs, servers, whole=whole)
@@ -94,8 +94,8 @@ def reach(
 ) -> ServerClient:
     """Whom a worker asks: the servers that keep the model, or the proxy of its group."""
     topology, bundled = (
-        strategy.topology,
-        divided(model, optimizer, strategy, strategy.topology.num_shards(world.workers)),
+        strategy.server_topology,
+        divided(model, optimizer, strategy, strategy.server_topology.num_shards(world.workers)),
     )
     asked, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
     for number, team in enumerate(topology.worker_groups(world.workers)):
@@ -149,7 +149,7 @@ class ServerRun:
         keep_memory()
         index = self.world.server
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
-        keeps = index < self.strategy.topology.num_shards(self.workers)
+        keeps = index < self.strategy.server_topology.num_shards(self.workers)
         server = (self._shard_server if keeps else self._aggregator)(index, model, optimizer, losses.put)
         asked = _asked_to_leave()
         try:
@@ -190,7 +190,7 @@ class ServerRun:
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
     ) -> ShardService:
         """A server that keeps a share of the model."""
-        topology = self.strategy.topology
+        topology = self.strategy.server_topology
         mine = divided(model, optimizer, self.strategy, topology.num_shards(self.workers))[index]
         return ShardService(
             (self.world.address(), 0),
@@ -211,7 +211,7 @@ class ServerRun:
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
     ) -> Aggregator:
         """A server that stands between its group and those."""
-        topology, strategy = self.strategy.topology, self.strategy
+        topology, strategy = self.strategy.server_topology, self.strategy
         num_shards = topology.num_shards(self.workers)
         team = topology.worker_groups(self.workers)[index - num_shards]
         upstream = ServerClient(
@@ -238,7 +238,7 @@ class ServerRun:
 
     def _lost(self, loss: Loss) -> None:
         what = f"{loss.name} went away ({loss.reason})"
-        if self.strategy.synchrony.lockstep or self.strategy.topology.worker_groups(self.workers):
+        if self.strategy.synchrony.lockstep or self.strategy.server_topology.worker_groups(self.workers):
             raise PeerLost(what)
         log.error("%s; the others go on", what)
 

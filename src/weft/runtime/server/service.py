@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece
+from weft.rounds import Contribution, Rounds
 from weft.runtime.checks.finite import all_finite
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.compressed_push import decode_push
@@ -43,7 +44,6 @@ from weft.runtime.server.protocol import (
 )
 from weft.runtime.server.protocol import packed as packed_state
 from weft.runtime.server.protocol import unpacked as unpacked_state
-from weft.runtime.server.rounds import Contribution, Rounds
 from weft.runtime.server.statistics import Statistics
 from weft.synchrony import Synchrony, View
 from weft.threads import start_serial_thread
@@ -390,7 +390,7 @@ class ShardService:
         kept, words = bundle.kept, push.parts[1:]
         self.statistics.received_bytes += sum(len(word) for word in words)
         grads: list[Tensor | None] = []
-        if self.compression.lossless:
+        if self.compression.raw:
             for part, data in zip(kept.parts, words, strict=True):
                 grads.append(torch.frombuffer(data, dtype=part.dtype).view(part.shape) if len(data) else None)
         elif not words:
@@ -405,7 +405,7 @@ class ShardService:
             if grad is not None and not all_finite(grad):
                 what = f"the gradient of {spec.name} that {self._named(worker)} sent for step {step + 1} is not finite"
                 raise ValueError(f"{what}; lower the learning rate, or scale the loss down")
-        push.keeps = self.compression.lossless
+        push.keeps = self.compression.raw
         bundle.arrived[worker] = step, version, grads, push
 
     def _named(self, worker: int) -> str:
