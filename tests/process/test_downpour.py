@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from tests.process.commands import gone
+from tests.process.commands import weft as command
 from tests.process.harness import ChildError, spawn
-from tests.process.test_launch import gone, scratch
-from tests.process.test_launch import weft as command
+from tests.process.served_job import SGD, script
+from tests.process.served_job import learn as learn_in_step
 from tests.process.test_presets import train
-from tests.process.test_served import SGD, script
-from tests.process.test_served import learn as learn_in_step
 from weft.runtime.record.run_folder import events, summary
-
-__all__ = ["scratch"]
 
 STEPS = 11
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

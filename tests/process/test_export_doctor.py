@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.process.commands import result, weft
 from weft.cli import main
 from weft.cli.export import to_csv, to_mlflow, to_tensorboard
 from weft.runtime.record.run_folder import events, read_json
@@ -41,21 +42,6 @@ CHECKS = [
     "tensorboard",
     "mlflow",
 ]
-
-
-def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft.cli", *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def result(*args: Any, cwd: Path, status: int = 0, **env: str) -> dict[str, Any]:
-    """What a command gives as JSON."""
-    done = weft(*args, *([] if "--json" in args else ["--json", "-"]), cwd=cwd, **env)
-    assert done.returncode == status, done.stderr
-    value: dict[str, Any] = json.loads(done.stdout)
-    return value
 
 
 def refusal(*args: Any, cwd: Path, **env: str) -> str:

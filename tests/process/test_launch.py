@@ -10,13 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+from tests.process.commands import WEFT, children_of, gone, weft
 
 JOB = """
 import os, signal, sys, time
@@ -45,43 +43,6 @@ def script(folder: Path, body: str = "pass", call: str = "steps=6", name: str = 
     path = folder / name
     path.write_text(JOB.format(body=body, call=call))
     return path
-
-
-def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [*WEFT, *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def children_of(folder: Path) -> list[int]:
-    """Live processes that work in a folder: every test has its own."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.readlink(entry / "cwd").startswith(str(folder)):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def gone(folder: Path, within_s: float = 10) -> bool:
-    until = time.monotonic() + within_s
-    while children_of(folder) and time.monotonic() < until:
-        time.sleep(0.1)
-    return not children_of(folder)
-
-
-@pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder, with a temporary directory of its own that must be empty in the end."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    yield tmp_path
-    assert gone(tmp_path)
-    assert list((tmp_path / "tmp").glob("weft-*")) == []
 
 
 def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
