@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,9 @@ import pytest
 from tests.process import commands
 from tests.process.pool import KEPT, Pool
 
-Job = Callable[..., Path]
-
 
 @pytest.fixture(scope="session")
-def weft() -> Callable[..., object]:
+def weft() -> commands.Command:
     """Run the command line in a process of its own: `weft("train", "job.py", "-n", 2, cwd=folder, WEFT_SEED="3")`."""
     return commands.weft
 
@@ -28,7 +26,7 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> commands.Job:
     """Write the script of a job into the test's folder: `job("import weft\\n...", name="job.py")`; returns its path."""
 
     def write(text: str, name: str = "job.py") -> Path:

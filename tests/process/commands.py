@@ -14,6 +14,10 @@ from typing import Any
 from weft.runtime.record.run_folder import events
 
 WEFT = [sys.executable, "-m", "weft.cli"]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+"""The fixture `weft`."""
+Job = Callable[..., Path]
+"""The fixture `job`."""
 
 
 def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -146,7 +146,8 @@ class _Member:
         try:
             if not self._link.poll():
                 raise EOFError
-            outcome, self.kept = pickle.loads(self._link.recv_bytes())
+            answer, self.kept = pickle.loads(self._link.recv_bytes())
+            outcome: Outcome = pickle.loads(answer)
         except (EOFError, ConnectionResetError):
             outcome, self.kept = DEATH, False
         if not self.kept:
@@ -180,25 +181,28 @@ def _serve(link: connection.Connection) -> None:
         os.environ.update(env)
         os.chdir(folder)
         sys.path[:] = path
-        outcome = _perform(call, before)
-        restored = outcome[0] == "value" and left_nothing() and before.restore()
-        kept = restored and number < MAX_RUNS
-        try:
-            answer = pickle.dumps((outcome, kept))
-        except Exception:
-            kept, answer = False, pickle.dumps((("PicklingError", traceback.format_exc()), False))
-        link.send_bytes(answer)
+        done, answer = _perform(call, before)  # the answer is bytes: it may hold lists that are restored
+        kept = done and number < MAX_RUNS and left_nothing()
+        if kept:
+            before.restore()
+        link.send_bytes(pickle.dumps((answer, kept)))
         if not kept:
             os._exit(0)
 
 
-def _perform(call: bytes, before: Before) -> Outcome:
-    try:
+def _perform(call: bytes, before: Before) -> tuple[bool, bytes]:
+    """Whether the call returned, and its outcome."""
+
+    def perform() -> Any:
         function, args = pickle.loads(call)
+        before.look()  # at the modules which this call has imported
+        return function(*args)
+
+    outcome = outcome_of(perform, ())
+    try:
+        return outcome[0] == "value", pickle.dumps(outcome)
     except Exception as error:
-        return type(error).__name__, traceback.format_exc()
-    before.look()  # at the modules which this call has imported
-    return outcome_of(function, args)
+        return False, pickle.dumps((type(error).__name__, traceback.format_exc()))
 
 
 def left_nothing() -> bool:
@@ -229,8 +233,8 @@ class Before:
             if name.partition(".")[0] in ("weft", "tests") and name not in self._modules:
                 self._modules[name] = _Names(module)
 
-    def restore(self) -> bool:
-        """Bring the state back; returns whether it is whole."""
+    def restore(self) -> None:
+        """Bring the state back."""
         self._forget_answers()
         for names in self._modules.values():
             names.restore()
@@ -253,7 +257,6 @@ class Before:
         random.setstate(self._random[0])
         numpy.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
-        return True
 
     def _forget_answers(self) -> None:
         """Modules from WEFT_PATH have names within weft, and another folder may hold others with the same names."""
@@ -273,7 +276,7 @@ class _Names:
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
         owners = [module, *(kind for kind in kinds if kind.__module__ == module.__name__)]
         self._owners = [(owner, dict(vars(owner))) for owner in owners]
-        held = [value for name, value in vars(module).items() if not name.startswith("__")]
+        held = [value for owner in owners for name, value in vars(owner).items() if not name.startswith("__")]
         self._contents = [(value, value.copy()) for value in held if type(value) in (dict, list, set)]
 
     def restore(self) -> None:

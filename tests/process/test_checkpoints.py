@@ -238,7 +238,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 def test_a_save_within_a_step_loses_no_batch(tmp_path: Path, kind: str) -> None:
     spawn(1, saver_within, str(tmp_path / "whole"), kind, str(tmp_path / "notes"))
     with pytest.raises(ChildError):
-        spawn(1, saver_within, str(tmp_path / "killed"), kind, str(tmp_path / "again"))
+        spawn(1, saver_within, str(tmp_path / "killed"), kind, str(tmp_path / "again"), fresh=True)
     saved = newest(tmp_path / "killed/checkpoints")[0]
     before = (tmp_path / "again").read_text().splitlines()
     spawn(1, saver_within, str(tmp_path / "killed"), kind, str(tmp_path / "again"), WEFT_RESUME=str(saved))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from tests.process.commands import gone
-from tests.process.commands import weft as command
+from tests.process.commands import Command, gone
 from tests.process.harness import ChildError, spawn
 from tests.process.served_job import SGD, script
 from tests.process.served_job import learn as learn_in_step
@@ -213,16 +212,16 @@ def test_a_run_says_how_late_its_pushes_were_and_what_they_cost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", ["downpour(push=4, fetch=5) / asp / parameter_server(servers=2) / int8"])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str, weft: Command) -> None:
     layer = "nn.BatchNorm1d(8), nn.Dropout(0.1), "
     line = ["train", "job.py", "-n", 1, "--strategy", strategy, "--save-every", 3, "--out"]
     script(scratch, SGD, layer=layer)
-    done = command(*line, "whole", cwd=scratch)
+    done = weft(*line, "whole", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     kill = "[os.kill(os.getpid(), 9) for _ in [0] if run.step == 8 and 'WEFT_RESUME' not in os.environ]"
     script(scratch, SGD, layer=layer, between=kill)
-    assert command(*line, "out", cwd=scratch).returncode == 1
-    again = command("train", "--resume", "out", cwd=scratch)
+    assert weft(*line, "out", cwd=scratch).returncode == 1
+    again = weft("train", "--resume", "out", cwd=scratch)
     assert again.returncode == 0, again.stderr + again.stdout
     last = [[line for line in each.stdout.splitlines() if "0x" in line] for each in (done, again)]
     assert last[0] == last[1] and last[0]

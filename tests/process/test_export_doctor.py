@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.commands import result, weft
+from tests.process.commands import Command, result, weft
 from weft.cli import main
 from weft.cli.export import to_csv, to_mlflow, to_tensorboard
 from weft.runtime.record.run_folder import events, read_json
@@ -53,7 +53,7 @@ def refusal(*args: Any, cwd: Path, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, weft: Command) -> Path:
     cwd = tmp_path_factory.mktemp("export")
     row = weft("train", "wide", "-n", 2, "--steps", STEPS, "--out", "run", "--", "--size", "tiny", cwd=cwd)
     assert row.returncode == 0, row.stderr

@@ -111,7 +111,8 @@ class Story:
             env["WEFT_RESUME"] = str(newest(self.folder / "checkpoints")[0])
         self.attempt += 1
         try:
-            finals = spawn(processes, job, str(self.folder), self.attempt, self.loaders, workers=WORKERS, **env)
+            args = str(self.folder), self.attempt, self.loaders
+            finals = spawn(processes, job, *args, workers=WORKERS, fresh=faults is not None, **env)
         except ChildError:
             if not faults:
                 raise

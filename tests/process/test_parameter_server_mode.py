@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.process.commands import WEFT, gone
+from tests.process.commands import WEFT, Command, gone
 from tests.process.commands import weft as command
 from tests.process.harness import spawn
 from tests.process.served_job import SGD, learn, script
@@ -63,7 +63,9 @@ def test_synchronous_servers_give_the_bits_of_direct(case: str) -> None:
         "bsp / parameter_server(servers=2) / error_feedback(topk(ratio=0.3))",
     ],
 )
-def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str) -> None:
+def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(
+    scratch: Path, strategy: str, weft: Command
+) -> None:
     script(scratch, SGD, layer="nn.BatchNorm1d(8), nn.Dropout(0.1), ")
     expected = trained(scratch, strategy, "whole", "--save-every", "0")
     assert all(event["exposed_s"] > 0 for event in events(scratch / "whole"))
@@ -75,10 +77,10 @@ def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratc
         "for _ in [0] if run.step == 8 and run.rank == 2 and 'WEFT_RESUME' not in os.environ]",
     )
     line = ["train", "job.py", "-n", 3, "--strategy", strategy, "--out", "out", "--save-every", 3]
-    done = command(*line, cwd=scratch)
+    done = weft(*line, cwd=scratch)
     assert done.returncode == 1, done.stderr + done.stdout
     assert "SIGKILL" in done.stderr
-    done = command("train", "--resume", "out", cwd=scratch)
+    done = weft("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     words = {line.split("] ", 1)[1] for line in done.stdout.splitlines() if "0x" in line}
     assert ([event["loss"] for event in events(scratch / "out")], words) == expected
@@ -93,7 +95,7 @@ def test_a_run_with_servers_that_was_killed_goes_on_as_if_it_had_not_been(scratc
         "downpour(push=7, fetch=9) / asp / parameter_server",
     ],
 )
-def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy: str) -> None:
+def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy: str, weft: Command) -> None:
     script(scratch, sleep=0.3)
     line = [*WEFT, "train", "job.py", "-n", "2", "--strategy", strategy, "--out", "out", "--save-every", "500"]
     run = subprocess.Popen(line, cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -101,7 +103,7 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 143 and "after it was saved" in said, said
-    done = command("train", "--resume", "out", cwd=scratch)
+    done = weft("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     assert events(scratch / "out")[-1]["step"] == 12
     assert gone(scratch)
@@ -164,7 +166,7 @@ def test_a_checkpoint_and_the_end_of_an_eager_run_have_its_own_updates(kind: str
         ("worker", "asp / hierarchical(groups=1)"),
     ],
 )
-def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str, strategy: str) -> None:
+def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str, strategy: str, weft: Command) -> None:
     script(scratch, sleep=0.5)
     line = [*WEFT, "train", "job.py", "-n", "2", "--strategy", strategy, "--out", "out"]
     run = subprocess.Popen(
@@ -180,7 +182,7 @@ def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str,
     assert run.returncode == 1
     assert time.monotonic() - killed < 30
     assert "was ended by SIGKILL; the others were stopped" in said, said
-    done = command("train", "--resume", "out", cwd=scratch)
+    done = weft("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "the others go on" not in done.stderr + done.stdout
     assert gone(scratch)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import weft
-from tests.process.commands import gone
-from tests.process.commands import weft as command
+from tests.process.commands import Command, gone
 from tests.process.harness import ChildError, spawn
 from tests.process.served_job import script
 
@@ -257,10 +256,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_servers_cannot_do_is_said(scratch: Path, case: str) -> None:
+def test_what_servers_cannot_do_is_said(scratch: Path, case: str, weft: Command) -> None:
     args, how, sentence = REFUSED[case]
     script(scratch, **how)  # type: ignore[arg-type]
-    done = command("train", "job.py", "-n", 2, "--strategy", "bsp / parameter_server", *args, cwd=scratch)
+    done = weft("train", "job.py", "-n", 2, "--strategy", "bsp / parameter_server", *args, cwd=scratch)
     assert done.returncode == 2
     assert sentence in done.stdout + done.stderr
     assert gone(scratch)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.net import ordinary
-from tests.process.commands import gone, losses, started, until
+from tests.process.commands import Command, gone, losses, started, until
 from tests.process.commands import weft as command
 from weft.store.checkpoint import found_in, newest, verify
 
@@ -58,16 +58,16 @@ def last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
+def whole(tmp_path_factory: pytest.TempPathFactory, weft: Command) -> tuple[list[float], str]:
     """The uninterrupted run: losses and final parameters."""
     folder = tmp_path_factory.mktemp("whole")
-    done = command("train", script(folder, "pass"), "-n", 2, "--out", "run", "--save-every", 10, cwd=folder)
+    done = weft("train", script(folder, "pass"), "-n", 2, "--out", "run", "--save-every", 10, cwd=folder)
     assert done.returncode == 0, done.stderr
     return losses(folder / "run"), last_words(done)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, number: int) -> None:
+def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, number: int, weft: Command) -> None:
     """SIGKILL for the launcher, at a random moment after the first save; its processes die with it."""
     script(scratch)
     launcher = started(scratch, "--save-every", 5)
@@ -76,7 +76,7 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, 
     launcher.kill()
     launcher.communicate()
     assert gone(scratch)
-    done = command("train", "--resume", "run", cwd=scratch)
+    done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert "going on after step" in done.stdout
     assert (losses(scratch / "run"), last_words(done)) == whole
@@ -84,7 +84,7 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, 
     assert word["attempt"] == 1 and word["step"] % 5 == 0
 
 
-def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
+def test_sigterm_saves_and_leaves(scratch: Path, whole: Any, weft: Command) -> None:
     script(scratch)
     launcher = started(scratch, "--save-every", 1000)
     until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
@@ -92,12 +92,12 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 143 and "job was stopped, after it was saved; go on with `weft train --resume" in said
     assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
-    done = command("train", "--resume", "run", cwd=scratch)
+    done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert (losses(scratch / "run"), last_words(done)) == whole
 
 
-def test_a_run_is_not_resumed_beside_itself(scratch: Path) -> None:
+def test_a_run_is_not_resumed_beside_itself(scratch: Path, weft: Command) -> None:
     script(scratch, "time.sleep(0.3)")
     launcher = started(scratch, "--save-every", 2)
     try:
@@ -107,48 +107,47 @@ def test_a_run_is_not_resumed_beside_itself(scratch: Path) -> None:
         launcher.kill()
         launcher.communicate()
     assert gone(scratch)
-    assert command("train", "--resume", "run", "--steps", 6, cwd=scratch).returncode == 0
+    assert weft("train", "--resume", "run", "--steps", 6, cwd=scratch).returncode == 0
 
 
-def test_a_run_that_is_through_goes_on_with_more_steps(scratch: Path) -> None:
+def test_a_run_that_is_through_goes_on_with_more_steps(scratch: Path, weft: Command) -> None:
     script(scratch, "pass")
     options = ("-n", 2, "--save-every", 1000)
-    longer = command("train", "job.py", *options, "--out", "one", "--steps", 33, cwd=scratch)
-    assert command("train", "job.py", *options, "--out", "two", "--steps", 20, cwd=scratch).returncode == 0
-    again = command("train", "--resume", "two", "--steps", 33, "--json", "-", cwd=scratch)
+    longer = weft("train", "job.py", *options, "--out", "one", "--steps", 33, cwd=scratch)
+    assert weft("train", "job.py", *options, "--out", "two", "--steps", 20, cwd=scratch).returncode == 0
+    again = weft("train", "--resume", "two", "--steps", 33, "--json", "-", cwd=scratch)
     assert again.returncode == 0, again.stderr
     assert losses(scratch / "one") == losses(scratch / "two") and len(losses(scratch / "two")) == 33
     assert longer.returncode == 0
 
 
-def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Path) -> None:
+def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Path, weft: Command) -> None:
     script(scratch, "pass")
     topk = "bsp / direct / error_feedback(topk(ratio=0.5))"
     assert (
-        command("train", "job.py", "-n", 4, "--out", "run", "--steps", 5, "--strategy", topk, cwd=scratch).returncode
-        == 0
+        weft("train", "job.py", "-n", 4, "--out", "run", "--steps", 5, "--strategy", topk, cwd=scratch).returncode == 0
     )
-    dense = command("train", "--resume", "run", "--steps", 8, "--strategy", "bsp / ring", cwd=scratch)
+    dense = weft("train", "--resume", "run", "--steps", 8, "--strategy", "bsp / ring", cwd=scratch)
     assert dense.returncode == 0, dense.stderr
     assert "error_feedback(topk(ratio=0.5)) has become dense: what was owed is lost" in dense.stdout
-    fewer = command("train", "--resume", "run", "--steps", 12, "-n", 2, cwd=scratch)
+    fewer = weft("train", "--resume", "run", "--steps", 12, "-n", 2, cwd=scratch)
     assert fewer.returncode == 0, fewer.stderr
     assert "4 workers have become 2" in fewer.stdout
 
 
-def test_what_chose_the_strategy_need_not_be_there_again(scratch: Path) -> None:
+def test_what_chose_the_strategy_need_not_be_there_again(scratch: Path, weft: Command) -> None:
     """A resumed run keeps the checkpoint's strategy, and its folder keeps its name."""
     script(scratch, "pass")
     options = ("train", "job.py", "-n", 2, "--out", "runs/mine", "--steps", 3)
-    assert command(*options, cwd=scratch, WEFT_STRATEGY="bsp / ring / cast").returncode == 0
-    done = command("train", "--resume", "runs/mine", "--steps", 5, "--json", "-", cwd=scratch)
+    assert weft(*options, cwd=scratch, WEFT_STRATEGY="bsp / ring / cast").returncode == 0
+    done = weft("train", "--resume", "runs/mine", "--steps", 5, "--json", "-", cwd=scratch)
     row = json.loads(done.stdout)
     assert (row["strategy"], row["folder"], row["steps"]) == ("bsp / ring / cast", "runs/mine", 5)
 
 
-def test_checkpoints_are_readable_without_weft(scratch: Path) -> None:
+def test_checkpoints_are_readable_without_weft(scratch: Path, weft: Command) -> None:
     script(scratch, "pass")
-    done = command("train", "job.py", "-n", 2, "--out", "run", "--save-every", 15, "--keep-last", 3, cwd=scratch)
+    done = weft("train", "job.py", "-n", 2, "--out", "run", "--save-every", 15, "--keep-last", 3, cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert [folder.name for folder in found_in(scratch / "run/checkpoints")] == [f"step-{n:08d}" for n in (40, 30, 15)]
     last = scratch / "run/checkpoints/step-00000040"
@@ -166,10 +165,10 @@ def test_checkpoints_are_readable_without_weft(scratch: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, weft: Command) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     script(folder, "pass")
-    done = command("train", "job.py", "-n", 2, "--out", "run", "--save-every", 20, "--steps", 40, cwd=folder)
+    done = weft("train", "job.py", "-n", 2, "--out", "run", "--save-every", 20, "--steps", 40, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -203,14 +202,14 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
     assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]
 
 
-def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path) -> None:
+def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path, weft: Command) -> None:
     subprocess.run(["cp", "-r", saved / "run", saved / "job.py", scratch], check=True)
     damaged = scratch / "run/checkpoints/step-00000040/optimizer-0-of-2.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert "optimizer-0-of-2.safetensors has" in refused(scratch, "--resume", damaged.parent)
     launch = json.loads((scratch / "run/launch.json").read_text())
     (scratch / "run/launch.json").write_text(json.dumps(launch | {"job": str(scratch / "job.py")}))
-    done = command("train", "--resume", "run", cwd=scratch)
+    done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert (
         "bytes were written; it is left out" in " ".join(done.stdout.split()).replace("but ", "")
@@ -220,13 +219,13 @@ def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path) 
     assert [verify(folder).step for folder in found_in(scratch / "run/checkpoints")] == [40, 20]
 
 
-def test_a_checkpoint_that_was_being_replaced_is_found(scratch: Path, saved: Path) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_found(scratch: Path, saved: Path, weft: Command) -> None:
     """The writer was killed between its two renames."""
     subprocess.run(["cp", "-r", saved / "run", scratch], check=True)
     root = scratch / "run/checkpoints"
     (root / "step-00000040").rename(root / ".old-00000040-0123456789ab")
     (root / "step-00000020").rename(scratch / "elsewhere")
-    done = command("train", "--resume", "run", "--steps", 41, cwd=scratch)
+    done = weft("train", "--resume", "run", "--steps", 41, cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert "going on after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
         done.stdout.split("\n")
@@ -260,7 +259,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     assert "the run folder locked/run cannot be written: Permission denied" in done.stderr
 
 
-def test_a_disk_that_fills_spares_the_old_checkpoint(scratch: Path) -> None:
+def test_a_disk_that_fills_spares_the_old_checkpoint(scratch: Path, weft: Command) -> None:
     """The run goes on and says so; when it ends, and its last state cannot be kept, it ends with that sentence."""
     disk = scratch / "disk"
     disk.mkdir()
@@ -274,7 +273,7 @@ def test_a_disk_that_fills_spares_the_old_checkpoint(scratch: Path) -> None:
         body = "".join(f"\n        {line}" for line in lines)
         guarded = f"\n    try:{body}\n    except OSError:\n        pass"
         script(scratch, guarded)
-        done = command("train", "job.py", "-n", 2, "--out", "disk/run", "--save-every", 10, cwd=scratch)
+        done = weft("train", "job.py", "-n", 2, "--out", "disk/run", "--save-every", 10, cwd=scratch)
         assert done.returncode != 0 and "No space left on device" in done.stdout + done.stderr
         assert verify(newest(disk / "run/checkpoints")[0]).step == 20
         assert gone(scratch)
