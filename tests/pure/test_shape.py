@@ -56,20 +56,25 @@ def tests_of_an_answers_class() -> Sizes:
     folder = {kind.__name__: axis for axis in AXES for kind in catalogue(axis).values()}
     found: Counter[str] = Counter()
     for name, tree in modules().items():
-        for kind in _tested_classes(tree):
-            if kind in folder and name.partition("/")[0] not in (folder[kind], "axis.py", "strategy.py"):
-                found[name] += 1
+        own = {
+            kind for kind in _imported(tree) if name.partition("/")[0] in (folder.get(kind), "axis.py", "strategy.py")
+        }
+        found[name] = sum(kind in folder for kind in _tested_classes(tree) if kind in _imported(tree) - own)
     return dict(found)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Names from other modules of weft."""
+    within = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {each.name for node in within if str(node.module).startswith("weft.") for each in node.names}
 
 
 def _tested_classes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            for part in ast.walk(node.args[1]):
-                if isinstance(part, ast.Name | ast.Attribute):
-                    yield part.id if isinstance(part, ast.Name) else part.attr
-        elif isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name | ast.Attribute):
-            yield node.cls.id if isinstance(node.cls, ast.Name) else node.cls.attr
+            yield from (part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name))
+        elif isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name):
+            yield node.cls.id
 
 
 def files_beside_the_folders_of_runtime() -> Sizes:
