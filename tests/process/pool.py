@@ -8,6 +8,7 @@ function raised, or left a run or a process group open, or it was killed, or it 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -39,6 +40,7 @@ from weft.runtime import run as runs
 ROOT = Path(__file__).parents[2]
 MAX_RUNS = 100
 """A kept process is replaced after this many calls: each engine leaves a thread that waits for ever."""
+GRACE_S = 1.0
 READ_ONCE = ("WEFT_PEER_TIMEOUT_S", "WEFT_SANITIZE")
 """Variables that a process reads once, at its first use of a library; a run that sets one has processes of its own."""
 
@@ -114,10 +116,11 @@ class Pool:
             self._idle.pop().end()
 
     def _take(self) -> _Member:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return _Member()
+        with contextlib.suppress(IndexError):
+            while not (member := self._idle.pop()).alive:
+                member.end()
+            return member
+        return _Member()
 
 
 class _Member:
@@ -135,6 +138,10 @@ class _Member:
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
 
     def send(self, env: Mapping[str, str], call: bytes) -> None:
         self._link.send_bytes(pickle.dumps((dict(env), os.getcwd(), sys.path, call)))
@@ -208,8 +215,11 @@ def _perform(call: bytes, before: Before) -> tuple[bool, bytes]:
 def left_nothing() -> bool:
     """Whether a function has closed what it opened."""
     gc.collect()  # a loader's processes end with its iterator
-    threads = {thread.name for thread in threading.enumerate() if thread is not threading.main_thread()}
-    clean = not threads - {"weft-engine", "weft-heart"} and not multiprocessing.active_children()
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    others = [thread for thread in others if thread.name not in ("weft-engine", "weft-heart")]
+    for thread in others:
+        thread.join(GRACE_S)  # a server's door notices a little later that it is closed
+    clean = not any(thread.is_alive() for thread in others) and not multiprocessing.active_children()
     return clean and runs._current is None and not dist.is_initialized() and not torch.cuda.is_initialized()
 
 
@@ -303,7 +313,8 @@ def _restore_torch() -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     if torch._dynamo.utils.counters:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -311,3 +322,4 @@ def _restore_torch() -> None:
 
 KEPT = Pool()
 """The pool of this session of tests; it starts no process before the first run."""
+atexit.register(KEPT.close)

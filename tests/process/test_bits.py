@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit, regression
 from weft.compression import _coded
 from weft.ops import Spec
 from weft.profile import Measured
@@ -248,17 +249,6 @@ def ddp(model: nn.Module, groups: Sequence[Sequence[str]]) -> DistributedDataPar
     return wrapped
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Any) -> list[float]:
-    losses = []
-    for x, y in feed:
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -275,12 +265,15 @@ def beside_ddp() -> tuple[int, dict[str, list[float]], dict[str, str]]:
         os.environ["WEFT_STORE"] = f"{store}-{name}"
         run = weft.init(strategy)
         model = wide_model()
-        losses[name] = fit(*run.distribute(model, sgd(model)), run.shard(batches(LONG, width=40)))
+        losses[name] = fit(*run.distribute(model, sgd(model)), run.shard(batches(LONG, width=40)), regression)
         ends[name] = digest(model.state_dict())
         if name == "same":
             model = wide_model()
             mine = itertools.islice(batches(LONG, width=40), run.rank, None, WORKERS)
-            losses["ddp"], ends["ddp"] = fit(ddp(model, groups), sgd(model), mine), digest(model.state_dict())
+            losses["ddp"], ends["ddp"] = (
+                fit(ddp(model, groups), sgd(model), mine, regression),
+                digest(model.state_dict()),
+            )
         run.close()
     return len(groups), losses, ends
 

@@ -15,7 +15,7 @@ from tests.process.commands import Command, gone
 from tests.process.harness import ChildError, spawn
 from tests.process.served_job import SGD, script
 from tests.process.served_job import learn as learn_in_step
-from tests.process.test_presets import train
+from tests.process.test_presets import learn_by_preset
 from weft.runtime.record.run_folder import events, summary
 
 STEPS = 11
@@ -161,7 +161,7 @@ def test_with_a_push_and_a_fetch_in_every_step_it_is_gradient(kind: str, layer: 
     ],
 )
 def test_workers_that_go_on_by_themselves_learn(strategy: str) -> None:
-    for before, after, _ in spawn(2, train, WEFT_STRATEGY=strategy):
+    for before, after, _ in spawn(2, learn_by_preset, WEFT_STRATEGY=strategy):
         assert after < 0.9 * before
 
 

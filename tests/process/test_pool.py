@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
 from tests.process.pool import HANG, Pool
 from tests.process.test_bits import batches, digest, model_with_dice
+from tests.process.training import fit, regression
 from weft.axis import catalogue
 from weft.compression import _coded
 from weft.runtime import run as runs
@@ -36,13 +36,7 @@ def learn() -> tuple[list[float], str]:
     model = model_with_dice()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = run.distribute(model, optimizer)
-    losses = []
-    for x, y in run.shard(batches(4)):
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = fit(model, optimizer, run.shard(batches(4)), regression)
     run.close()
     return losses, digest(model.state_dict())
 

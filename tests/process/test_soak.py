@@ -12,6 +12,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit, regression
 from weft.axis import catalogue
 from weft.strategy import Strategy, conflicts
 
@@ -36,13 +37,8 @@ def train() -> tuple[str, float, float]:
     model: Any = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     model, optimizer = run.distribute(model, optimizer)
-    losses = []
-    for inputs, targets in run.shard([(x[i : i + 8], y[i : i + 8]) for i in range(0, 512, 8)], epochs=None):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    feed = run.shard([(x[i : i + 8], y[i : i + 8]) for i in range(0, 512, 8)], epochs=None)
+    losses = fit(model, optimizer, feed, regression)
     state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     run.close()
     return hashlib.sha256(state).hexdigest(), sum(losses[:50]) / 50, sum(losses[-50:]) / 50

@@ -10,6 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
+from tests.process.training import fit
 from weft.runtime.checks import step_status as guard
 
 SCHEDULES = ("sequential", "fused", "mg_wfbp", "priority(partition=4KiB, credit=16KiB, least=256B)")
@@ -50,10 +51,8 @@ def train(value: float, rank: int | None, steps: int = 12) -> tuple[str, bool]:
     run.distribute(model, optimizer)
     spoil(model, run, value, rank)
     try:
-        for x in run.shard([torch.randn(4, 8, generator=torch.Generator().manual_seed(2))] * 200):
-            model(x.to(run.device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        feed = run.shard([torch.randn(4, 8, generator=torch.Generator().manual_seed(2))] * 200)
+        fit(model, optimizer, feed, lambda model, x: model(x.to(run.device)).square().mean())
         run.close()
     except weft.LoopError as error:
         return str(error), finite(run, model)
