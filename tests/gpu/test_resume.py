@@ -13,7 +13,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from tests.process.test_bits import digest
+from tests.process.replicas import digest
 from weft.store.checkpoint import newest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.process.harness import spawn
-from tests.process.test_step_status import BAD_NAME, BAD_STEP, scaled, train
+from tests.process.spoiled import BAD_NAME, BAD_STEP, scaled, train
 from weft.runtime.checks import finite_gpu as unread
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

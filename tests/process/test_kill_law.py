@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.process.faults import POINTS, Faults
 from tests.process.harness import ChildError, spawn
-from tests.process.test_bits import (
+from tests.process.replicas import (
     COMPRESSIONS,
     MORE_COMPRESSIONS,
     SCHEDULES,

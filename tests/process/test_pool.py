@@ -16,7 +16,7 @@ import torch
 import weft
 from tests.process.harness import ChildError, spawn
 from tests.process.pool import HANG, Pool
-from tests.process.test_bits import batches, digest, model_with_dice
+from tests.process.replicas import batches, digest, model_with_dice
 from tests.process.training import fit, regression
 from weft.axis import catalogue
 from weft.compression import _coded
