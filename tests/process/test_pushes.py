@@ -17,7 +17,7 @@ from weft.errors import LoopError
 from weft.ops import Spec
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.client import ServerClient
-from weft.runtime.server.compressed_push import said
+from weft.runtime.server.compressed_push import encode_push
 from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Range
@@ -51,7 +51,7 @@ def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest
         dice = random.Random(f"{compression}/{step}")
         ctx = Context(step=step, rank=0, workers=1)
         piece = Piece(SPEC, grad.clone(), torch.empty_like(grad), value=torch.ones_like(grad))
-        honest = [grad] if compression.lossless else said(compression, piece, {}, ctx)
+        honest = [grad] if compression.lossless else encode_push(compression, piece, {}, ctx)
         words = [bytes(raw(word)) for word in honest]
         if step < FRAMES - 1:
             words = [damaged(word, dice) for word in words]

@@ -23,7 +23,7 @@ from tests.process.server_cluster import (
     schedule,
 )
 from weft.compression import Compressor, Context, Piece, State
-from weft.runtime.server.compressed_push import said
+from weft.runtime.server.compressed_push import encode_push
 from weft.strategy import Strategy
 
 
@@ -84,7 +84,7 @@ def alone_compressed(
                 assert grad is not None
                 mine, spec = grad.reshape(-1)[part.start : part.stop], part.spec(named_specs(model)[part.name])
                 ctx, mean = Context(step=step, rank=rank, workers=1), torch.empty_like(mine)
-                said(compression, Piece(spec, mine.clone(), mean), states[rank], ctx)
+                encode_push(compression, Piece(spec, mine.clone(), mean), states[rank], ctx)
                 total[part.name][part.start : part.stop] += mean
         for name, p in model.named_parameters():
             p.grad = total[name].view(p.shape)

@@ -51,7 +51,7 @@ def lines_of(*kinds: type[ast.AST]) -> Sizes:
     return sizes
 
 
-def tests_of_an_answers_class() -> Sizes:
+def isinstance_with_an_answers_class() -> Sizes:
     """By module, `isinstance` and `case` with an answer's class, outside of the answer's folder and the registry."""
     folder = {kind.__name__: axis for axis in AXES for kind in catalogue(axis).values()}
     found: Counter[str] = Counter()
@@ -107,7 +107,7 @@ CHECKS: dict[str, tuple[int, Callable[[], Sizes]]] = {
     "lines of a module": (400, lines_of_modules),
     "lines of a class": (250, lambda: lines_of(ast.ClassDef)),
     "lines of a function": (60, lambda: lines_of(ast.FunctionDef, ast.AsyncFunctionDef)),
-    "tests of an answer's class": (0, tests_of_an_answers_class),
+    "tests of an answer's class": (0, isinstance_with_an_answers_class),
     "files beside the folders of runtime/": (0, files_beside_the_folders_of_runtime),
     "branches on the kind of run outside of modes/": (0, branches_on_the_kind_of_run),
 }
