@@ -40,7 +40,7 @@ from weft.runtime import run as runs
 ROOT = Path(__file__).parents[2]
 MAX_RUNS = 100
 """A kept process is replaced after this many calls: each engine leaves a thread that waits for ever."""
-GRACE_S = 1.0
+GRACE_S = 0.2
 READ_ONCE = ("WEFT_PEER_TIMEOUT_S", "WEFT_SANITIZE")
 """Variables that a process reads once, at its first use of a library; a run that sets one has processes of its own."""
 
@@ -214,13 +214,15 @@ def _perform(call: bytes, before: Before) -> tuple[bool, bytes]:
 
 def left_nothing() -> bool:
     """Whether a function has closed what it opened."""
+    if runs._current is not None or dist.is_initialized() or torch.cuda.is_initialized():
+        return False
     gc.collect()  # a loader's processes end with its iterator
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     others = [thread for thread in others if thread.name not in ("weft-engine", "weft-heart")]
+    until = time.monotonic() + GRACE_S  # a server's door notices a little later that it is closed
     for thread in others:
-        thread.join(GRACE_S)  # a server's door notices a little later that it is closed
-    clean = not any(thread.is_alive() for thread in others) and not multiprocessing.active_children()
-    return clean and runs._current is None and not dist.is_initialized() and not torch.cuda.is_initialized()
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in others) and not multiprocessing.active_children()
 
 
 class Before:
