@@ -37,7 +37,7 @@ quick: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
-	WEFT_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_messaging.py tests/process/test_servers.py \
+	WEFT_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_strangers.py tests/process/test_shard_service.py \
 		-k "strangers or liars or garbage or nonsense"
 	WEFT_FUZZ_FRAMES=1000000 WEFT_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \

@@ -13,7 +13,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import ChildError, spawn
-from tests.process.test_bits import digest
+from tests.process.replicas import digest
 from weft.store.checkpoint import newest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -61,7 +61,7 @@ def test_killed_and_resumed_on_a_gpu_is_the_same_run(tmp_path: Path, strategy: s
     env = {"WEFT_STRATEGY": strategy, "WEFT_DEVICE": "cuda", "WEFT_SHARE_GPUS": "1" if processes > 1 else "0"}
     whole = spawn(processes, job, str(tmp_path / "whole"), False, workers=2, **env)
     with pytest.raises(ChildError):
-        spawn(processes, job, str(tmp_path / "killed"), True, workers=2, **env)
+        spawn(processes, job, str(tmp_path / "killed"), True, workers=2, fresh=True, **env)
     checkpoint = newest(tmp_path / "killed/checkpoints")[0]
     again = spawn(processes, job, str(tmp_path / "killed"), False, workers=2, WEFT_RESUME=str(checkpoint), **env)
     for (final, losses), (same, rest) in zip(whole, again, strict=True):

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.loops.common import TOLERANCES
 from tests.loops.ground import Failure, references, run_each
-from tests.loops.loops import LOOPS, TOLERANCES
+from tests.loops.loops import LOOPS
 
 EXPECTED = Path(__file__).with_name("expected.txt")
 HEAD = """\

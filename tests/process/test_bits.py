@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.process.harness import spawn
+from tests.process.replicas import (
+    COMPRESSIONS,
+    MORE_COMPRESSIONS,
+    SCHEDULES,
+    TOPOLOGIES,
+    WORKERS,
+    Double,
+    batches,
+    digest,
+    model_with_dice,
+)
+from tests.process.training import fit, regression
 from weft.compression import _coded
 from weft.ops import Spec
 from weft.profile import Measured
@@ -26,79 +35,13 @@ from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 from weft.strategy import Strategy
 
-WORKERS = 4
 STEPS = 4
-SCHEDULES = (
-    *("sequential", "wfbp", "fused(bucket=16KiB)", "mg_wfbp"),
-    "priority(partition=4KiB, credit=16KiB, least=256B)",
-)
-COMPRESSIONS = ("dense", "cast(dtype=bf16)", "error_feedback(topk(ratio=0.1))")
-MORE_COMPRESSIONS = (
-    "int8(block=64, stochastic=true)",
-    "error_feedback(onebit)",
-    "sign",
-    "error_feedback(twobit(threshold=0.001))",
-    "terngrad",
-    "qsgd(bucket=64)",
-    "error_feedback(powersgd(rank=2))",
-    "error_feedback(threshold(tau=0.001))",
-    "error_feedback(adacomp(bin=50))",
-    "error_feedback(gradient_dropping(drop=0.9))",
-    "only(error_feedback(random_k(ratio=0.1)), min_numel=50)",
-    "error_feedback(significant)",
-    "sufficient_factors",
-)
-"""Under `direct` alone, with two schedules."""
-TOPOLOGIES = ("direct", "ring", "halving_doubling", "recursive_doubling")
 FEW_SCHEDULES = ("fused(bucket=1KiB, first=100B)", "priority(partition=4KiB, credit=16KiB, least=256B)")
 OTHER_BUCKETS = ("fused(bucket=1KiB, first=100B)", "fused(bucket=64KiB, first=64KiB, alone=2KiB)")
-
 Hashes = list[str]
 """A replica's state after each step."""
 Outcome = tuple[Hashes, dict[int, list[float]]]
 """With it, each carried worker's losses."""
-
-
-class Double(nn.Module):
-    """A layer of another dtype, which needs a bucket of its own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.double()).float()
-
-
-def model_with_dice() -> nn.Sequential:
-    """Dropout draws from each worker's own stream; BatchNorm leaves buffers; about 60 KiB."""
-    torch.manual_seed(5)
-    layers: list[nn.Module] = [nn.Linear(13, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)]
-    layers += [nn.Linear(64, 101), nn.BatchNorm1d(101), nn.ReLU(), nn.Dropout(0.2)]
-    return nn.Sequential(*layers, nn.Linear(101, 70, bias=False), nn.Tanh(), Double(nn.Linear(70, 3)))
-
-
-def batches(steps: int, width: int = 13) -> DataLoader[Any]:
-    rng = torch.Generator().manual_seed(8)
-    count = 6 * WORKERS * steps
-    x = torch.randn(count, width, generator=rng)
-    return DataLoader(TensorDataset(x, x[:, :3].sin() + x[:, 3:6]), batch_size=6)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            yield from tensors_of(value[key])
-
-
-def digest(*states: Any) -> str:
-    """All tensors of nested states, as bits."""
-    whole = hashlib.blake2b(digest_size=8)
-    for tensor in itertools.chain.from_iterable(map(tensors_of, states)):
-        whole.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
 
 
 def train(strategies: Sequence[str]) -> list[Outcome]:
@@ -209,6 +152,7 @@ def throw() -> list[tuple[tuple[int, int], str]]:
 
 # --- DistributedDataParallel ----------------------------------------------------------------------------------------
 
+
 CAP_MB = 0.03
 LONG = 50
 
@@ -248,17 +192,6 @@ def ddp(model: nn.Module, groups: Sequence[Sequence[str]]) -> DistributedDataPar
     return wrapped
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Any) -> list[float]:
-    losses = []
-    for x, y in feed:
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -275,12 +208,13 @@ def beside_ddp() -> tuple[int, dict[str, list[float]], dict[str, str]]:
         os.environ["WEFT_STORE"] = f"{store}-{name}"
         run = weft.init(strategy)
         model = wide_model()
-        losses[name] = fit(*run.distribute(model, sgd(model)), run.shard(batches(LONG, width=40)))
+        losses[name] = fit(*run.distribute(model, sgd(model)), run.shard(batches(LONG, width=40)), regression)
         ends[name] = digest(model.state_dict())
         if name == "same":
             model = wide_model()
             mine = itertools.islice(batches(LONG, width=40), run.rank, None, WORKERS)
-            losses["ddp"], ends["ddp"] = fit(ddp(model, groups), sgd(model), mine), digest(model.state_dict())
+            losses["ddp"] = fit(ddp(model, groups), sgd(model), mine, regression)
+            ends["ddp"] = digest(model.state_dict())
         run.close()
     return len(groups), losses, ends
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit
 from tests.pure.laws.test_compression import compressors
 from weft.compression import Compressor
 
@@ -38,10 +39,8 @@ def train(paired: bool, conjugate: bool, strategy: str | None = None) -> Tensor:
     model = Product(paired=paired, conjugate=conjugate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.distribute(model, optimizer)
-    for x in run.shard([torch.randn(4, ROWS, generator=torch.Generator().manual_seed(i)) for i in range(40)]):
-        (model(x) - 1j).abs().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    feed = [torch.randn(4, ROWS, generator=torch.Generator().manual_seed(i)) for i in range(40)]
+    fit(model, optimizer, run.shard(feed), lambda model, x: (model(x) - 1j).abs().square().mean())
     run.close()
     return model.complex().detach().clone()
 

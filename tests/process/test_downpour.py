@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from tests.process.commands import Command, gone
 from tests.process.harness import ChildError, spawn
-from tests.process.test_launch import gone, scratch
-from tests.process.test_launch import weft as command
-from tests.process.test_presets import train
-from tests.process.test_served import SGD, script
-from tests.process.test_served import learn as learn_in_step
+from tests.process.served_job import SGD, script
+from tests.process.served_job import learn as learn_in_step
+from tests.process.test_presets import learn_by_preset
 from weft.runtime.record.run_folder import events, summary
-
-__all__ = ["scratch"]
 
 STEPS = 11
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -164,7 +161,7 @@ def test_with_a_push_and_a_fetch_in_every_step_it_is_gradient(kind: str, layer: 
     ],
 )
 def test_workers_that_go_on_by_themselves_learn(strategy: str) -> None:
-    for before, after, _ in spawn(2, train, WEFT_STRATEGY=strategy):
+    for before, after, _ in spawn(2, learn_by_preset, WEFT_STRATEGY=strategy):
         assert after < 0.9 * before
 
 
@@ -215,16 +212,16 @@ def test_a_run_says_how_late_its_pushes_were_and_what_they_cost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", ["downpour(push=4, fetch=5) / asp / parameter_server(servers=2) / int8"])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(scratch: Path, strategy: str, weft: Command) -> None:
     layer = "nn.BatchNorm1d(8), nn.Dropout(0.1), "
     line = ["train", "job.py", "-n", 1, "--strategy", strategy, "--save-every", 3, "--out"]
     script(scratch, SGD, layer=layer)
-    done = command(*line, "whole", cwd=scratch)
+    done = weft(*line, "whole", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     kill = "[os.kill(os.getpid(), 9) for _ in [0] if run.step == 8 and 'WEFT_RESUME' not in os.environ]"
     script(scratch, SGD, layer=layer, between=kill)
-    assert command(*line, "out", cwd=scratch).returncode == 1
-    again = command("train", "--resume", "out", cwd=scratch)
+    assert weft(*line, "out", cwd=scratch).returncode == 1
+    again = weft("train", "--resume", "out", cwd=scratch)
     assert again.returncode == 0, again.stderr + again.stdout
     last = [[line for line in each.stdout.splitlines() if "0x" in line] for each in (done, again)]
     assert last[0] == last[1] and last[0]

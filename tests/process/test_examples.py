@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.commands import WEFT
+
 ROOT = Path(__file__).parents[2]
 PRINTS = {
     "plain.py": ("1 workers, 128 steps, loss 0.", "2 workers, 64 steps, loss 0."),
@@ -30,11 +32,11 @@ def test_an_example(name: str, tmp_path: Path) -> None:
     path = str(ROOT / "examples" / name)
     alone, together = PRINTS[name]
     assert said(sys.executable, path, cwd=tmp_path).startswith(alone)
-    assert f"[0] {together}" in said(sys.executable, "-m", "weft.cli", "train", path, "-n", "2", cwd=tmp_path)
+    assert f"[0] {together}" in said(*WEFT, "train", path, "-n", "2", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("job", ["text", "wide", "vision"])
 def test_bundled_jobs_learn_and_report(job: str, tmp_path: Path) -> None:
-    args = [sys.executable, "-m", "weft.cli", "train", job, "-n", "2", "--steps", "30", "--", "--size", "tiny"]
+    args = [*WEFT, "train", job, "-n", "2", "--steps", "30", "--", "--size", "tiny"]
     text = said(*args, cwd=tmp_path)
     assert "held out loss" in text and "30 steps" in text

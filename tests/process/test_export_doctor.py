@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.process.commands import Command, result, weft
 from weft.cli import main
 from weft.cli.export import to_csv, to_mlflow, to_tensorboard
 from weft.runtime.record.run_folder import events, read_json
@@ -43,21 +44,6 @@ CHECKS = [
 ]
 
 
-def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft.cli", *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def result(*args: Any, cwd: Path, status: int = 0, **env: str) -> dict[str, Any]:
-    """What a command gives as JSON."""
-    done = weft(*args, *([] if "--json" in args else ["--json", "-"]), cwd=cwd, **env)
-    assert done.returncode == status, done.stderr
-    value: dict[str, Any] = json.loads(done.stdout)
-    return value
-
-
 def refusal(*args: Any, cwd: Path, **env: str) -> str:
     """The one sentence that a command leaves with."""
     done = weft(*args, cwd=cwd, **env)
@@ -67,7 +53,7 @@ def refusal(*args: Any, cwd: Path, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, weft: Command) -> Path:
     cwd = tmp_path_factory.mktemp("export")
     row = weft("train", "wide", "-n", 2, "--steps", STEPS, "--out", "run", "--", "--size", "tiny", cwd=cwd)
     assert row.returncode == 0, row.stderr

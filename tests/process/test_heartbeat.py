@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.process import commands
+from tests.process.commands import Command, Job
 from tests.process.harness import spawn
 from weft.errors import UserError
 from weft.transport.heartbeat import WITHOUT_NATIVE_S, Pulse, peer_timeout_s, prepare
@@ -46,11 +48,9 @@ for x in run.shard([torch.ones(2, 300)] * 100):
 def hold_and_stop(folder: Path, strategy: str, hold_s: float, peer_timeout: str) -> tuple[str, float]:
     """A run whose worker 1 holds the lock at one step and stops at a later one: what it says, how long after that."""
     (folder / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "weft.cli", "train", "job.py", "-n", "2", "--strategy", strategy]
-    env = os.environ | {"HOLD_S": str(hold_s), "WEFT_PEER_TIMEOUT_S": peer_timeout, "NO_COLOR": "1"}
-    done = subprocess.run(
-        [*command, "--save-every", "0"], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    line = ["train", "job.py", "-n", 2, "--strategy", strategy, "--save-every", 0]
+    env = {"HOLD_S": str(hold_s), "WEFT_PEER_TIMEOUT_S": peer_timeout, "NO_COLOR": "1"}
+    done = commands.weft(*line, cwd=folder, **env)
     assert done.returncode == 1, done.stderr
     assert (folder / "stopped").exists(), f"it was given up before it stopped: {done.stderr}"
     return " ".join(done.stderr.split()), time.time() - (folder / "stopped").stat().st_mtime
@@ -139,11 +139,8 @@ def test_a_timeout_that_is_none_is_refused(value: str) -> None:
         peer_timeout_s({"WEFT_PEER_TIMEOUT_S": value})
 
 
-def test_it_is_refused_at_the_start_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "weft.cli", "train", "job.py", "-n", "1"]
-    env = os.environ | {"WEFT_PEER_TIMEOUT_S": "soon", "NO_COLOR": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+def test_it_is_refused_at_the_start_of_a_run(tmp_path: Path, weft: Command, job: Job) -> None:
+    done = weft("train", job(JOB), "-n", 1, cwd=tmp_path, WEFT_PEER_TIMEOUT_S="soon", NO_COLOR="1")
     assert done.returncode == 2 and "WEFT_PEER_TIMEOUT_S is 'soon'" in " ".join(done.stderr.split())
 
 

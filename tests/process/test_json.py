@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.test_export_doctor import result
+from tests.process.commands import result
 from weft.cli import COMMANDS
 
 TRAIN = ["strategy", "workers", "steps", "step_s", "step_s_spread", "samples_per_s", "wire_bytes_worker"]

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.process.faults import POINTS, Faults
 from tests.process.harness import ChildError, spawn
-from tests.process.test_bits import (
+from tests.process.replicas import (
     COMPRESSIONS,
     MORE_COMPRESSIONS,
     SCHEDULES,
@@ -111,7 +111,8 @@ class Story:
             env["WEFT_RESUME"] = str(newest(self.folder / "checkpoints")[0])
         self.attempt += 1
         try:
-            finals = spawn(processes, job, str(self.folder), self.attempt, self.loaders, workers=WORKERS, **env)
+            args = str(self.folder), self.attempt, self.loaders
+            finals = spawn(processes, job, *args, workers=WORKERS, fresh=faults is not None, **env)
         except ChildError:
             if not faults:
                 raise

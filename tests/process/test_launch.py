@@ -10,13 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-WEFT = [sys.executable, "-m", "weft.cli"]
+from tests.process.commands import WEFT, Command, children_of, gone
 
 JOB = """
 import os, signal, sys, time
@@ -47,44 +45,7 @@ def script(folder: Path, body: str = "pass", call: str = "steps=6", name: str = 
     return path
 
 
-def weft(*args: Any, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [*WEFT, *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def children_of(folder: Path) -> list[int]:
-    """Live processes that work in a folder: every test has its own."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.readlink(entry / "cwd").startswith(str(folder)):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def gone(folder: Path, within_s: float = 10) -> bool:
-    until = time.monotonic() + within_s
-    while children_of(folder) and time.monotonic() < until:
-        time.sleep(0.1)
-    return not children_of(folder)
-
-
-@pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder, with a temporary directory of its own that must be empty in the end."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    yield tmp_path
-    assert gone(tmp_path)
-    assert list((tmp_path / "tmp").glob("weft-*")) == []
-
-
-def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
+def test_a_run_leaves_a_summary_and_a_folder(scratch: Path, weft: Command) -> None:
     done = weft("train", script(scratch), "-n", 3, "--seed", 7, "--trace", "--json", "-", cwd=scratch)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
@@ -112,7 +73,7 @@ def test_a_run_leaves_a_summary_and_a_folder(scratch: Path) -> None:
     assert "[2] done 2 3 6 bsp / direct 7 False" in done.stderr
 
 
-def test_the_first_failing_rank_speaks_last(scratch: Path) -> None:
+def test_the_first_failing_rank_speaks_last(scratch: Path, weft: Command) -> None:
     body = "if run.rank == 2 and i == 3: raise ValueError('on purpose')"
     done = weft("train", script(scratch, body), "-n", 3, cwd=scratch)
     assert done.returncode == 1
@@ -121,7 +82,7 @@ def test_the_first_failing_rank_speaks_last(scratch: Path) -> None:
     assert "PeerLost" not in done.stderr.splitlines()[-1] and "runpy" not in done.stderr
 
 
-def test_a_killed_worker_is_named(scratch: Path) -> None:
+def test_a_killed_worker_is_named(scratch: Path, weft: Command) -> None:
     body = "if run.rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
     done = weft("train", script(scratch, body), "-n", 3, cwd=scratch)
     assert done.returncode == 1
@@ -222,7 +183,7 @@ def test_sigterm_to_every_process_saves(scratch: Path) -> None:
     assert list((scratch / "run/checkpoints").glob("step-*"))
 
 
-def test_a_progress_bar_is_shown_as_it_ends(scratch: Path) -> None:
+def test_a_progress_bar_is_shown_as_it_ends(scratch: Path, weft: Command) -> None:
     body = "i == 3 and sys.stdout.write('\\r10%' + 99_999 * '\\r20%' + '\\r100%\\r\\n')"
     done = weft("train", script(scratch, body), cwd=scratch)
     assert done.returncode == 0, done.stderr
@@ -238,14 +199,14 @@ def test_a_pipe_in_the_temporary_folder_holds_up_nobody(scratch: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_killed_launcher_left_goes_with_the_next(scratch: Path) -> None:
+def test_what_a_killed_launcher_left_goes_with_the_next(scratch: Path, weft: Command) -> None:
     (scratch / "tmp/weft-x").mkdir()
     (scratch / "tmp/weft-x/lock").touch()
     assert weft("train", script(scratch), cwd=scratch).returncode == 0
     assert not (scratch / "tmp/weft-x").exists()
 
 
-def test_a_save_that_fails_on_another_rank_is_told(scratch: Path) -> None:
+def test_a_save_that_fails_on_another_rank_is_told(scratch: Path, weft: Command) -> None:
     body = "if run.rank == 1: import weft.runtime.checkpoint.state as saving; saving.contribute = full"
     path = script(scratch, body)
     path.write_text("def full(*_): raise OSError(28, 'No space left on device')\n" + path.read_text())
@@ -276,7 +237,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence(scratch: Path, case: str) -> None:
+def test_bad_input_is_one_sentence(scratch: Path, case: str, weft: Command) -> None:
     (scratch / "broken.py").write_text("def x(:\n")
     (scratch / "plain.py").write_text("print('hello')\n")
     script(scratch)
@@ -288,7 +249,7 @@ def test_bad_input_is_one_sentence(scratch: Path, case: str) -> None:
     assert not (scratch / "runs").exists()
 
 
-def test_a_port_in_use(scratch: Path) -> None:
+def test_a_port_in_use(scratch: Path, weft: Command) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -329,7 +290,7 @@ def test_torchrun_and_plain_python_run_the_same_script(scratch: Path) -> None:
     assert " 0 2 6 " in both.stdout and " 1 2 6 " in both.stdout, both.stderr
 
 
-def test_who_chooses_the_strategy(scratch: Path) -> None:
+def test_who_chooses_the_strategy(scratch: Path, weft: Command) -> None:
     """Command line, WEFT_STRATEGY, weft.toml beside the job, the call, the default: each beats the next."""
     path = script(scratch, call="'bsp / ring / wfbp', steps=1")
     seen = [weft("train", path, cwd=scratch).stdout]
@@ -363,7 +324,7 @@ def test_a_full_disk(scratch: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_answer_of_ones_own_is_one_file(scratch: Path) -> None:
+def test_an_answer_of_ones_own_is_one_file(scratch: Path, weft: Command) -> None:
     """CONTRIBUTING's path: a compressor as one file in a folder shows in the catalogue, the laws and a real run."""
     mine = scratch / "mine" / "compression"
     mine.mkdir(parents=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit, squares, values
 from weft.numerics import Lamb, Lars, LinearScaling
 
 STEPS = 6
@@ -37,12 +38,8 @@ def train(kind: str) -> list[float]:
     optimizer = make(kind, model)
     scheduler = LinearScaling(optimizer, workers=run.workers, warmup=3)
     model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)
-    for x in run.shard(batches(2 * STEPS)):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    weights = [value for p in model.parameters() for value in p.flatten().tolist()]
+    fit(model, optimizer, run.shard(batches(2 * STEPS)), squares, scheduler)
+    weights = values(model)
     run.close()
     return weights
 
@@ -54,12 +51,8 @@ def test_two_workers_are_one_with_twice_the_batch(kind: str, schedule: str) -> N
     optimizer = make(kind, model)
     scheduler = LinearScaling(optimizer, workers=2, warmup=3)
     given = batches(2 * STEPS)
-    for step in range(STEPS):
-        model(torch.cat(given[2 * step : 2 * step + 2])).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    alone = torch.tensor([value for p in model.parameters() for value in p.flatten().tolist()], dtype=torch.float64)
+    fit(model, optimizer, map(torch.cat, zip(given[::2], given[1::2], strict=True)), squares, scheduler)
+    alone = torch.tensor(values(model), dtype=torch.float64)
     for ours in spawn(2, train, kind, WEFT_STRATEGY=f"bsp / direct / {schedule}"):
         assert torch.allclose(torch.tensor(ours, dtype=torch.float64), alone, rtol=0, atol=1e-10)
 

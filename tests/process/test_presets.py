@@ -10,6 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit, regression, values
 from weft import systems
 from weft.strategy import Strategy
 
@@ -25,7 +26,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, x @ secret) for x in inputs]
 
 
-def train() -> tuple[float, float, list[float]]:
+def learn_by_preset() -> tuple[float, float, list[float]]:
     """Losses of all samples before and after, and the weights; gradients are large enough to pass fixed thresholds."""
     run = weft.init(steps=STEPS)
     torch.manual_seed(1)
@@ -33,24 +34,20 @@ def train() -> tuple[float, float, list[float]]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     model, optimizer = run.distribute(model, optimizer)
     before = judged(model)
-    for x, y in run.shard(batches()):
-        (100 * nn.functional.mse_loss(model(x), y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = judged(model)
-    weights = [value for p in model.parameters() for value in p.flatten().tolist()]
+    fit(model, optimizer, run.shard(batches()), lambda model, batch: 100 * regression(model, batch))
+    after, weights = judged(model), values(model)
     run.close()
     return before, after, weights
 
 
 @torch.no_grad()
 def judged(model: nn.Module) -> float:
-    return sum(nn.functional.mse_loss(model(x), y).item() for x, y in batches())
+    return sum(regression(model, batch).item() for batch in batches())
 
 
 @pytest.mark.parametrize("strategy", BY_STRATEGY, ids=BY_STRATEGY.values())
 def test_a_preset_trains(strategy: str) -> None:
-    (before, after, weights), (_, _, others) = spawn(2, train, WEFT_STRATEGY=strategy)
+    (before, after, weights), (_, _, others) = spawn(2, learn_by_preset, WEFT_STRATEGY=strategy)
     synchronous = Strategy.parse(strategy).synchrony.lockstep
     assert weights == others or not synchronous
     assert after < before

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.process.harness import ChildError, spawn
-from tests.process.test_guard import BAD_NAME, BAD_STEP, train
+from tests.process.spoiled import BAD_NAME, BAD_STEP, train
 from tests.pure.test_fuzz_wire import damaged, every, resized
 from weft.compression import Compressor, Context, Piece
 from weft.errors import LoopError

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pure.test_store import make, resealed
+from tests.pure.made_checkpoints import make, resealed
 from weft.errors import UserError
 from weft.profile import Measured, Profile
 from weft.runtime.record.describe import launched

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.process.test_servers import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
+from tests.process.server_cluster import OPTIMIZERS, WAIT_S, build, cluster, divided, named_specs
 from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.prefetch import Prefetcher

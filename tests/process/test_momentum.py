@@ -10,6 +10,7 @@ from torch import nn
 
 import weft
 from tests.process.harness import spawn
+from tests.process.training import fit, squares
 
 STRATEGY = {"WEFT_STRATEGY": "bsp / direct / dgc(ratio=0.1)"}
 
@@ -26,13 +27,9 @@ def train(optimizer: str, cycle: bool = False) -> tuple[str, list[float], float]
     }[optimizer]()
     try:
         model, made = run.distribute(model, made)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1, total_steps=20) if cycle else None
-        for x in run.shard([torch.randn(4, 20, generator=torch.Generator().manual_seed(2))] * 50):
-            model(x).square().mean().backward()
-            made.step()
-            made.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
+        schedulers = [torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1, total_steps=20)] if cycle else []
+        feed = run.shard([torch.randn(4, 20, generator=torch.Generator().manual_seed(2))] * 50)
+        fit(model, made, feed, squares, *schedulers)
     except (weft.UserError, weft.LoopError) as error:
         return str(error), [], 0.0
     weights = model.weight.flatten().tolist()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.process.harness import spawn
-from tests.process.test_guard import BAD_NAME, BAD_STEP, scaled, train
+from tests.process.spoiled import BAD_NAME, BAD_STEP, scaled, train
 from weft.runtime.checks.finite_gpu import DeferredFiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
