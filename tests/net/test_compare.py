@@ -196,7 +196,7 @@ def test_train_on_an_emulated_cluster_with_a_straggler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare", "wide", "asp / ring"], "cannot stand"),
+        (["compare", "wide", "asp / ring"], "cannot be combined"),
         (["compare", "wide", "bsp / ring", "bsp / ring / fused"], "named twice"),
         (["compare", "wide", "--peers", "dpp"], "did you mean 'ddp'"),
         (["compare", "wide", "--systems", "no-such"], "is no group"),

@@ -96,7 +96,7 @@ def test_a_place_outside_of_the_parameter_is_refused(text: str, place: int) -> N
         words = whole(2), torch.ones(1), whole(6, place * 2)
     elif text in ("gradient_dropping", "significant"):
         words = whole(2), torch.empty(0), *words
-    with pytest.raises(PayloadError, match="names place"):
+    with pytest.raises(PayloadError, match="has index"):
         pushed(text, *words)
 
 
