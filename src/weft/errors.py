@@ -53,7 +53,7 @@ class PeerLost(WeftError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A clause that suggests the closest known name, `; did you mean 'ring'?`, or lists all of them if none is close."""
+    """A clause with the closest known name, `; did you mean 'ring'?`, or with all of them if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     close.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, word).ratio(), name[:1] != word[:1]))
