@@ -106,7 +106,7 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, 
     assert gone(scratch)
     done = command("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
+    assert "resuming after step" in done.stdout
     assert (losses(scratch / "run"), last_words(done)) == whole
     word = json.loads((scratch / "run/resumed.jsonl").read_text().splitlines()[-1])
     assert word["attempt"] == 1 and word["step"] % 5 == 0
@@ -118,7 +118,7 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
     until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 143 and "job was stopped, after it was saved; go on with `weft train --resume" in said
+    assert launcher.returncode == 143 and "job was stopped, after it was saved; resume with `weft train --resume" in said
     assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
     done = command("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
@@ -241,10 +241,10 @@ def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path) 
     done = command("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert (
-        "bytes were written; it is left out" in " ".join(done.stdout.split()).replace("but ", "")
-        or "left out" in done.stdout
+        "bytes were written; it is skipped" in " ".join(done.stdout.split()).replace("but ", "")
+        or "skipped" in done.stdout
     )
-    assert "going on after step 20" in done.stdout
+    assert "resuming after step 20" in done.stdout
     assert [verify(folder).step for folder in found_in(scratch / "run/checkpoints")] == [40, 20]
 
 
@@ -256,7 +256,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(scratch: Path, saved: Pat
     (root / "step-00000020").rename(scratch / "elsewhere")
     done = command("train", "--resume", "run", "--steps", 41, cwd=scratch)
     assert done.returncode == 0, done.stderr
-    assert "going on after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
+    assert "resuming after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
         done.stdout.split("\n")
     )
 

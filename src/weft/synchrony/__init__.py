@@ -1,4 +1,4 @@
-"""WHEN may a worker go on?"""
+"""WHEN may a worker start its next step?"""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def summary(folder: Path) -> dict[str, Any]:
             for name, values in series.items():
                 values.append(last[name])
     if last is None:
-        raise UserError(f"{folder} holds no step; the run ended before its first")
+        raise UserError(f"{folder} has no steps, because the run ended before its first; train again")
     with _understood(folder):
         row = _row(folder, environment, series, last)
     if (folder / "report.json").exists():
