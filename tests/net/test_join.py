@@ -235,7 +235,7 @@ def test_a_joined_server_leaves_when_the_run_ends_before_all_workers_came(tmp_pa
     said, _ = server.communicate(timeout=90)
     absent.kill()
     absent.communicate(timeout=60)
-    assert server.returncode == 1 and "the run ended before every worker had come" in said, said
+    assert server.returncode == 1 and "the run ended before every worker had joined" in said, said
 
 
 def test_under_torchrun_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any) -> None:
     until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 143 and "job was stopped, after it was saved; resume with `weft train --resume" in said
+    assert (
+        launcher.returncode == 143 and "job was stopped, after it was saved; resume with `weft train --resume" in said
+    )
     assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
     done = command("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
