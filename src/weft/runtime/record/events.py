@@ -1,11 +1,11 @@
-"""What a run leaves behind while it goes: one event per step, in the run folder, at next to no cost.
+"""The record of a run: one event per step in the run folder, at almost no cost.
 
     strategy.toml  environment.json  model.json  events-<process>.jsonl  report.json
-    checkpoints/ (see store/checkpoint)  resumed.jsonl (where the run went on after an end)
-    seen.json (where a schedule learns from the first steps)  trace-<process>.json (on request)
+    checkpoints/ (see store/checkpoint)  resumed.jsonl (if the run was resumed)
+    seen.json (if the schedule needs calibration)  trace-<process>.json (with --trace)
 
-An event's phases, in seconds: forward; backward (with the loss); encode and decode (compressing and adding up, in the
-engine's thread); exposed (something is on the wire while the loop waits for it); hidden (on the wire while the loop
+The phases of an event, in seconds: forward; backward (including the loss); encode and decode (compression and sums, in
+the engine's thread); exposed (communication while the loop waits for it); hidden (communication while the loop
 computes); optimizer.
 """
 
@@ -30,28 +30,28 @@ from weft.store.checkpoint import settle, sync
 log = logging.getLogger(__name__)
 
 Values = dict[str, list[tuple[float, Any]]]
-"""What was logged for a step: for each name, the carried workers' shares and values."""
+"""Logged values of a step: for each name, the share and the value of each logical worker of this process."""
 
 _FLUSH_S = 1.0
 _TRACED_STEPS = 30
 
 
 class SpanSource(Protocol):
-    """Whoever knows when gradients were on the wire."""
+    """Provides the intervals in which gradients were on the wire."""
 
     @property
     def spans(self) -> Spans: ...
 
 
 class ByteCounter(Protocol):
-    """Whoever puts gradients on the wire."""
+    """Counts the bytes of sent gradients."""
 
     @property
     def sent_bytes(self) -> float: ...
 
 
 class PhaseTimer:
-    """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
+    """Measures the phases of a step and passes finished steps to a recorder. Without one it does nothing."""
 
     def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
         self.clock, self.recorder = clock, recorder
@@ -69,17 +69,17 @@ class PhaseTimer:
         self.backward: list[tuple[Stamp, Stamp]] = []
         self.save_s: float | None = None
         self.late, self.late_updates = self.waited, self.updates
-        """What the loop waits for from now on may still belong to the step that has just been handed over."""
+        """Waits from now on may still belong to the previous step."""
         self.waited, self.updates = [], []
         self._bytes = self.sender.sent_bytes if self.sender else 0.0
 
     def log(self, values: dict[str, Any], share: float) -> None:
-        """Values of the present step, from a worker with this share of its samples."""
+        """Add values of the present step, from a worker with this share of its samples."""
         for key, value in values.items():
             self.values.setdefault(key, []).append((share, value))
 
     def _fresh(self) -> None:
-        """Values from here on belong to a new step."""
+        """Start a new step's values."""
         if self._handed_over:
             self.values, self._handed_over = {}, False
 
@@ -103,28 +103,28 @@ class PhaseTimer:
             self.waited.append((self.backward[-1][1], self.clock.stamp()))
 
     def held_up(self, began: Stamp) -> None:
-        """The loop has waited for a parameter's update, which belongs to the step before."""
+        """The loop has waited for the update of a parameter, which belongs to the previous step."""
         if self.recorder:
             self.late.append((began, self.clock.stamp()))
 
     def updated(self, began: Stamp) -> None:
-        """Some parameters were updated, in a step that was handed over before."""
+        """Some parameters were updated, as part of the previous step."""
         if self.recorder:
             self.late_updates.append((began, self.clock.stamp()))
 
     def saved(self, held_up_s: float) -> None:
-        """A checkpoint was taken before the step that is about to begin."""
+        """A checkpoint was taken before the next step."""
         self.save_s = held_up_s
 
     def optimizer_began(self) -> None:
         self._fresh()
         if self.recorder:
             self.stepping = self.clock.stamp()
-            if not self.backward and self.forward:  # nobody to exchange with, so nobody saw backward end
+            if not self.backward and self.forward:  # a single worker: without an exchange, backward's end is unknown
                 self.backward.append((self.forward[-1], self.stepping))
 
     def step_ended(self, step: int, samples: int) -> None:
-        """The optimizer has stepped; the step's own values may still come, until the next one begins."""
+        """The optimizer has stepped. Values of this step are accepted until the next one begins."""
         if self.recorder is None:
             return
         ended = self.clock.stamp()
@@ -149,9 +149,9 @@ class PhaseTimer:
 
 
 class Recorder:
-    """Writes one process's events, in batches, and now and then tells how far the run is.
+    """Writes the events of one process, in batches, and reports progress from time to time.
 
-    Process 0 holds the folder meanwhile.
+    Process 0 locks the folder meanwhile.
     """
 
     def __init__(
@@ -166,16 +166,16 @@ class Recorder:
         self.pending: list[tuple[int, dict[str, Any], float, int, Values]] = []
         self.trace: list[tuple[int, dict[str, Any]]] | None = [] if trace else None
         self.about: dict[str, Any] = {}
-        """What progress needs to know beside the event."""
+        """Additional fields of progress reports."""
         self.marks: set[int] = set()
-        """Steps whose end is told at once: somebody reads counters then."""
+        """Steps whose end is reported at once, because counters are read then."""
         self.attempt = 0
-        """How often the run has gone on after an end; a step that was taken again counts as it was the last time."""
+        """The number of times the run was resumed; a repeated step counts as in its last attempt."""
         self._flushed = time.monotonic()
         self._file: IO[str] | None = None
         self._hold: IO[bytes] | None = None
         self.again = False
-        """Whether the folder holds events of an earlier run, or of an earlier part of this one."""
+        """Whether the folder holds events of an earlier run, or of an earlier attempt of this one."""
         if folder is not None:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ class Recorder:
         self.pending.append((step, stamps, sent, samples, values))
 
     def flush(self) -> None:
-        """Resolve stamps and values, and write."""
+        """Convert timestamps and values, and write them."""
         events = [self._event(*entry) for entry in self.pending]
         self.pending = []
         self._flushed = time.monotonic()
@@ -230,7 +230,7 @@ class Recorder:
 
 
 class writing:
-    """Turns what the disk says into one sentence."""
+    """Turns an OSError into one sentence."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,40 +241,40 @@ class writing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise JobError(
-                f"the run folder {self.path} cannot be written: {error.strerror}; make room or give another with --out"
+                f"the run folder {self.path} cannot be written: {error.strerror}; free space or give another with --out"
             ) from error
 
 
 def hold(folder: Path, what: str) -> IO[bytes]:
-    """Take a folder for this process, until the file that is returned is closed; refused while another has it.
+    """Lock a folder for this process, until the returned file is closed. Raises UserError if another process has it.
 
-    The lock is of POSIX's kind, which a forked process does not inherit: a killed run's loaders do not keep it.
+    It is a POSIX lock, which a forked process does not inherit: data-loader processes of a killed run do not keep it.
     """
     file = (folder / f".{what}.lock").open("ab")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
+        raise UserError(f"{folder} is in use by a running run; wait for its end, or stop it first") from None
     except OSError as error:
-        log.warning("%s cannot be locked: %s; start no second run there", folder, error.strerror)
+        log.warning("%s cannot be locked: %s; do not start a second run there", folder, error.strerror)
     return file
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file: the new text, or where it cannot be written, still the old one."""
+    """Write a small file atomically; if that fails, the old content stays."""
     with writing(path.parent):
         settle(path, text)
         sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A small file, readable by people."""
+    """Write a small, human-readable JSON file."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def open_lines(path: Path) -> IO[str]:
-    """A file of lines, to be gone on with; a last line that was cut off stays one of its own."""
+    """Open a file of lines for appending; a truncated last line is terminated first."""
     file = path.open("a+b")
     if file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
@@ -296,7 +296,7 @@ def lines_in(path: Path) -> int:
 
 
 def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
-    """Where a launcher listens for progress, if there is one."""
+    """A function that reports progress to the launcher; None without a launcher."""
     number = os.environ.get("WEFT_PROGRESS_FD")
     if not number:
         return None
@@ -305,7 +305,7 @@ def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
         try:
             os.write(int(number), (json.dumps(event) + "\n").encode())
         except OSError:
-            pass  # the launcher is gone, and its death signal on the way
+            pass  # the launcher is gone, and this process is about to be killed
 
     return tell
 
@@ -320,7 +320,7 @@ def _resolved(clock: Clock, span: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _mean(entries: list[tuple[float, Any]]) -> Any:
-    """The carried workers' values, weighted by their shares; None where none of them had a sample."""
+    """The mean of the logical workers' values, weighted by their shares; None if none of them had a sample."""
     entries = [(share, v.item() if isinstance(v, Tensor) else v) for share, v in entries]
     if not all(isinstance(value, (int, float)) for _, value in entries):
         return str(entries[-1][1])
@@ -331,7 +331,7 @@ def _mean(entries: list[tuple[float, Any]]) -> Any:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in spans that do not overlap."""
+    """The same time in intervals that do not overlap."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -342,7 +342,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(one: list[Span], other: list[Span]) -> float:
-    """How long both run."""
+    """The duration of the intersection of two sets of intervals."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
@@ -351,7 +351,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def perfetto(steps: list[tuple[int, dict[str, Any]]], process: int) -> dict[str, Any]:
-    """The traced steps in the format that ui.perfetto.dev and chrome://tracing open."""
+    """The traced steps in the format of ui.perfetto.dev and chrome://tracing."""
     rows = {"forward": 0, "backward": 0, "waited": 0, "optimizer": 0, "update": 0, "encode": 1, "decode": 1}
     events: list[dict[str, Any]] = []
 
