@@ -1,6 +1,6 @@
-"""Starts a run's processes on this machine, relays what they say, and ends them all when one fails.
+"""Starts the processes of a run on this machine, relays their output, and ends all of them when one fails.
 
-Nothing is left behind: no process (they die with the launcher, even by SIGKILL), no port, no temporary file.
+Nothing is left behind: no process (they die with the launcher, even on SIGKILL), no port, no temporary file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where one process of a run sits, if not simply here: what its command starts with, and its environment."""
+    """The place of one process, if not on this machine itself: a command prefix and its environment."""
 
     enter: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -51,26 +51,26 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to run, how, and where."""
+    """The options of a run: job, processes, strategy and machines."""
 
     job: str
     args: tuple[str, ...] = ()
     workers: int = 1
     processes: int | None = None
-    """How many processes carry the workers, in all; None: one each."""
+    """The total number of processes that carry the workers; None: one per worker."""
     servers: int = 0
-    """Processes beside them that keep the model, where the strategy has such."""
+    """The number of additional processes that keep the model, if the strategy has servers."""
     survives_worker_loss: bool = False
-    """Whether the others go on where a worker dies: nobody waits for everyone."""
+    """Whether the other workers continue if one dies, because no step needs all of them."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
     key_file: Path | None = None
-    """What processes on several machines prove themselves with; one machine makes its own."""
+    """The key with which processes on several machines authenticate; a run on one machine makes its own."""
     external_ranks: int = 0
-    """So many of the processes, the last ones, are started by hand, with `weft join`."""
+    """The number of processes, the highest ranks, that are started elsewhere with `weft join`."""
     network: str = "untrusted"
-    """What lies between the nodes: `trusted` where nobody else is on it."""
+    """The network between the nodes: `trusted` or `untrusted`."""
     strategy: Strategy | None = None
     steps: int | None = None
     seed: int | None = None
@@ -79,23 +79,23 @@ class Launch:
     trace: bool = False
     share_gpus: bool = False
     policy: Policy | None = None
-    """When to save and what to keep; None: as the job says."""
+    """When to save and which checkpoints to keep; None: the job decides."""
     resume: Path | None = None
-    """A checkpoint to go on from."""
+    """The checkpoint to resume from."""
     grace_s: float = 0.0
-    """How long the processes may take to save and leave when the launcher is asked to end."""
+    """Time for the processes to save and exit when the launcher is asked to terminate."""
     seats: tuple[Seat, ...] = ()
-    """One for each process, servers last, where they sit on hosts of their own; empty: all of them here."""
+    """One for each process, servers last, if they are on emulated hosts; empty: all on this machine."""
     module: str = "weft.runtime.launch.child"
-    """What each process runs; it is given the job and its arguments."""
+    """The module that each process runs, with the job and its arguments."""
 
     @property
     def count(self) -> int:
-        """Processes that carry workers."""
+        """The number of processes that carry workers."""
         return self.processes if self.processes is not None else self.workers
 
     def checked(self) -> Launch:
-        """Itself, or one sentence about what cannot be."""
+        """Return self, or raise UserError or JobError with one sentence."""
         count = self.count
         if self.workers < 1:
             raise UserError(f"-n is {self.workers}, but a run has at least one worker")
@@ -110,7 +110,7 @@ class Launch:
         if self.network not in ("trusted", "untrusted"):
             raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
         if self.servers and count < self.workers:
-            raise UserError("with parameter servers there is a process for each worker; leave out --processes")
+            raise UserError("with parameter servers there is a process for each worker; omit --processes")
         self._check_meeting()
         host = self.rendezvous.rpartition(":")[0]
         if self.nodes > 1 and host and self.network != "trusted" and not self.servers:
@@ -125,20 +125,20 @@ class Launch:
         if gpus and here > gpus and not self.share_gpus:
             raise JobError(
                 f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
-                "or --share-gpus (over Gloo, for trying things out)"
+                "or --share-gpus (with Gloo, for experiments)"
             )
         return self
 
     def _check_meeting(self) -> None:
-        """What it takes to have servers on several machines, or to be joined."""
+        """Check the options for servers on several machines, and for `weft join`."""
         apart = self.servers and (self.nodes > 1 or self.rendezvous or self.external_ranks)
         if self.external_ranks and not (self.servers and self.rendezvous):
-            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
+            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, which others connect to")
         if not 0 <= self.external_ranks < self.workers + self.servers:
-            raise UserError(f"--join is {self.external_ranks}, but at least one process is started here")
+            raise UserError(f"--join is {self.external_ranks}, but at least one process must be started here")
         if apart and self.key_file is None:
             raise UserError(
-                "parameter servers on several machines need --key-file F, the same everywhere; make one with "
+                "parameter servers on several machines need --key-file F, the same on all of them; make one with "
                 "`weft key F` and copy it"
             )
         if apart:
@@ -147,7 +147,7 @@ class Launch:
 
     @property
     def rendezvous_address(self) -> str:
-        """Where processes ask for servers and for seats, if not in a folder of this machine."""
+        """The address of the rendezvous; empty if a folder on this machine serves instead."""
         return self.rendezvous if self.servers and self.rendezvous else ""
 
 
@@ -162,7 +162,7 @@ def find_job(name: str) -> Path:
     try:
         compile(path.read_text(encoding="utf-8"), str(path), "exec")
     except SyntaxError as error:
-        raise JobError(f"the job {name} does not parse: line {error.lineno}: {error.msg}; mend it first") from None
+        raise JobError(f"the job {name} does not parse: line {error.lineno}: {error.msg}; fix it first") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise JobError(f"the job {name} cannot be read: {error}; give a Python script") from None
     return path
@@ -174,7 +174,7 @@ def _meant(name: str) -> str:
 
 
 class JobFailedError(WeftError):
-    """A process of the run failed: what it was, its own traceback, and the exit status to leave with."""
+    """A process of the run failed: its message, its own traceback, and the exit status of the launcher."""
 
     def __init__(self, message: str, traceback: str, status: int) -> None:
         super().__init__(message)
@@ -182,7 +182,7 @@ class JobFailedError(WeftError):
 
 
 class Terminated(WeftError):
-    """The launcher was asked to end, and the run left with it."""
+    """The launcher was asked to terminate, and the run ended with it."""
 
 
 @dataclass
@@ -191,20 +191,20 @@ class _Child:
     process: subprocess.Popen[bytes]
     server: bool = False
     missed: bool = False
-    """Whether it was said that the others go on without it."""
+    """Whether its loss was reported while the others continue."""
     rest: dict[int, bytes] = field(default_factory=dict)
-    """By pipe: the beginning of a line whose end is still to come."""
+    """By pipe: the beginning of an incomplete line."""
     ended: bool = False
     """Whether its end was noticed."""
 
     def over(self) -> bool:
-        """Whether it has ended, and with it whatever it started."""
+        """Whether it has ended, and with it everything that it started."""
         self.ended = self.ended or ended(self.process)
         return self.ended
 
 
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
-    """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
+    """Run a job to its end. Raises JobFailedError with the traceback of the first process that failed."""
     job = find_job(spec.job)
     with (
         _scratch() as folder,
@@ -225,13 +225,13 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
             raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
         failed = [child for child in children if child.process.returncode != 0]
         if spec.survives_worker_loss and len(failed) < spec.workers and not any(child.server for child in failed):
-            return  # whoever was lost, others went on to the end
+            return  # some workers were lost, but the others reached the end
         _judge(children, folder)
 
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A temporary folder, held by a lock. Those whose launcher was killed go with the next launch."""
+    """A locked temporary folder. Folders whose launcher was killed are removed by the next launch."""
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     try:
         with (folder / "held").open("wb") as lock:
@@ -240,7 +240,7 @@ def _scratch() -> Iterator[Path]:
             for left in folder.parent.glob("weft-*/lock"):
                 with suppress(OSError), os.fdopen(os.open(left, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)) as other:
                     about = os.fstat(other.fileno())
-                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # nobody else's, and no pipe
+                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # one's own, and not a pipe
                         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(left.parent, ignore_errors=True)
             yield folder
@@ -250,7 +250,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _ended() -> Iterator[list[_Child]]:
-    """Processes that are all gone in the end."""
+    """A list of processes that are all ended on exit."""
     children: list[_Child] = []
     try:
         yield children
@@ -295,7 +295,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
 
 
 def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
-    """What a process is told about the run and its place in it, wherever it is started."""
+    """The environment that tells a process about the run and its place in it, on any machine."""
     return {
         "RANK": rank,
         "WORLD_SIZE": spec.count,
@@ -319,7 +319,7 @@ def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
 
 
 def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
-    """The same for whoever joins: the job by its name or path, and nothing that is this machine's alone."""
+    """The same for a joining process: the job by name or path, and nothing that is specific to this machine."""
     known = _said(replace(spec, out=spec.out.absolute() if spec.out else None), job, rank)
     env = {key: str(value) for key, value in known.items() if value is not None}
     env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WEFT_CLI_STRATEGY": str(spec.strategy)}
@@ -328,7 +328,7 @@ def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
 
 @contextmanager
 def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) -> Iterator[Rendezvous | None]:
-    """The run's desk, where it has one and this is the machine that keeps it."""
+    """The rendezvous of the run, if it has one and this machine hosts it."""
     if not spec.rendezvous_address or spec.node_rank > 0:
         yield None
         return
@@ -353,7 +353,7 @@ def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) ->
 
 @contextmanager
 def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
-    """Where processes meet: a file on one machine, a store that listens on the one address given on several."""
+    """The rendezvous for torch.distributed: a file on one machine, a TCP store at the given address on several."""
     if spec.nodes == 1 or spec.rendezvous_address:
         yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
         return
@@ -395,7 +395,7 @@ def _attend(
     survives_worker_loss: bool,
     rendezvous_address: Rendezvous | None,
 ) -> None:
-    """Relay output until every process has ended, or one has failed that the others cannot go on without."""
+    """Relay output until every process has ended, or one has failed that the others need."""
     pipes = selectors.DefaultSelector()
     told = b""
     pipes.register(progress, selectors.EVENT_READ, None)
@@ -422,19 +422,19 @@ def _attend(
             for child in failed:
                 if not child.server and not child.missed:
                     child.missed = True
-                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
+                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others continue")
                     if rendezvous_address is not None:
                         rendezvous_address.vacate(child.rank)
             failed = [child for child in failed if child.server]
         if failed:
-            time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
+            time.sleep(0.3)  # failures that follow from a lost peer appear within moments
             break
     _drain(children, pipes, on_line)
 
 
 @contextmanager
 def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threading.Event]:
-    """On SIGTERM let every process save and leave, for as long as the grace period lasts; a second one ends it."""
+    """On SIGTERM, ask every process to save and exit within the grace period; a second SIGTERM ends the run at once."""
     asked = threading.Event()
     if not grace_s or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -442,16 +442,16 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
 
     def ask(*_: Any) -> None:
         if asked.is_set():
-            raise Terminated("stopped at once: it was asked to twice")
+            raise Terminated("stopped at once by a second SIGTERM")
         asked.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
-            if child.process.returncode is None and not child.server:  # servers leave when all workers have
+            if child.process.returncode is None and not child.server:  # servers exit when all workers have
                 with suppress(ProcessLookupError):
                     os.kill(child.process.pid, signal.SIGTERM)
 
     def over(*_: Any) -> None:
-        raise Terminated(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
+        raise Terminated(f"stopped, because it was not saved within {grace_s:g} s; allow more with --grace")
 
     usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
     try:
@@ -463,9 +463,9 @@ def _asked_to_leave(children: list[_Child], grace_s: float) -> Iterator[threadin
 
 
 def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
-    """Relay what processes that have ended left in their pipes.
+    """Relay the remaining output of processes that have ended.
 
-    Their groups have ended as well. A process that has left its group may hold a pipe open, which is not waited for.
+    Their groups have ended as well. A process that left its group may keep a pipe open; it is not waited for.
     """
     over = {child.rank for child in children if child.over()}
     for key in list(pipes.get_map().values()):
@@ -483,9 +483,9 @@ def _drain(children: list[_Child], pipes: selectors.BaseSelector, on_line: Calla
 
 
 def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
-    """Hand on every whole line, as a terminal would show it in the end: a carriage return goes back to its start.
+    """Relay every complete line as a terminal would finally show it: a carriage return goes back to its start.
 
-    An empty chunk is the end. What a progress bar has overwritten is not kept, and a very long line comes in pieces.
+    An empty chunk is the end. Overwritten text of a progress bar is dropped, and a very long line is cut.
     """
     *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
     rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
@@ -498,13 +498,13 @@ def _relay(child: _Child, fd: int, chunk: bytes, on_line: Callable[[int, str], N
 
 
 def _how(child: _Child) -> str:
-    """How a process ended."""
+    """How a process ended, in words."""
     status = child.process.returncode or 0
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def _judge(children: list[_Child], folder: Path) -> None:
-    """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
+    """Raise the failure of the first process; a lost peer is a consequence, never the cause."""
     words = {}
     for child in children:
         status = child.process.returncode if child.over() else None
@@ -524,12 +524,12 @@ def _judge(children: list[_Child], folder: Path) -> None:
 
 
 def _end(children: list[_Child]) -> None:
-    """Ask, wait, and then insist. Servers have nothing to save, and are not asked."""
+    """Send SIGTERM, wait, then send SIGKILL. Servers have nothing to save and are killed at once."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if not child.over():
                 signal_group(child.process, signal.SIGKILL if child.server else number)
-                signal_group(child.process, signal.SIGCONT)  # one that is stopped learns of it only then
+                signal_group(child.process, signal.SIGCONT)  # a stopped process handles SIGTERM only then
         until = time.monotonic() + _GRACE_S
         while not all(child.over() for child in children) and time.monotonic() < until:
             time.sleep(0.02)
