@@ -132,7 +132,9 @@ def test_a_run_is_not_resumed_beside_itself(scratch: Path) -> None:
     launcher = started(scratch, "--save-every", 2)
     try:
         until(lambda: found_in(scratch / "run/checkpoints"))
-        assert "run is running right now; wait for its end, or stop it first" in refused(scratch, "--resume", "run")
+        assert "run is in use by a running run; wait for its end, or stop it first" in refused(
+            scratch, "--resume", "run"
+        )
     finally:
         launcher.kill()
         launcher.communicate()
@@ -160,7 +162,7 @@ def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Pa
     )
     dense = command("train", "--resume", "run", "--steps", 8, "--strategy", "bsp / ring", cwd=scratch)
     assert dense.returncode == 0, dense.stderr
-    assert "error_feedback(topk(ratio=0.5)) has become dense: what was owed is lost" in dense.stdout
+    assert "error_feedback(topk(ratio=0.5)) has become dense: the residual is lost" in dense.stdout
     fewer = command("train", "--resume", "run", "--steps", 12, "-n", 2, cwd=scratch)
     assert fewer.returncode == 0, fewer.stderr
     assert "4 workers have become 2" in fewer.stdout
@@ -223,11 +225,9 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
     before = (saved / "job.py").read_text()
     try:
         (saved / "job.py").write_text(changed)
-        assert "is a checkpoint of another job: 0.weight has the shape [8, 4] there" in refused(
-            saved, "--resume", "run"
-        )
+        assert "is a checkpoint of another job: it has 0.weight with shape [8, 4]" in refused(saved, "--resume", "run")
         (saved / "job.py").write_text(before.replace("Adam(", "SGD("))
-        assert "was made with Adam, and the job has SGD now" in refused(saved, "--resume", "run")
+        assert "was made with Adam, but the job now has SGD" in refused(saved, "--resume", "run")
     finally:
         (saved / "job.py").write_text(before)
     assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]
@@ -412,7 +412,7 @@ def test_a_run_that_goes_back_keeps_its_own_checkpoints(tmp_path: Path, processe
     assert steps_in(tmp_path / "run") == [9, 8] and newest(tmp_path / "run/checkpoints")[1].step == 9
     assert [each.name for each in (tmp_path / "run/checkpoints").glob(".*")] == [".abandoned-00000010"]
     assert [event["step"] for event in events(tmp_path / "run")] == list(range(1, 10))
-    with pytest.raises(ChildError, match="was set aside; to go on from it, rename it to step-00000010"):
+    with pytest.raises(ChildError, match="was set aside; to resume from it, rename it to step-00000010"):
         spawn(
             processes,
             counting,
@@ -429,7 +429,7 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as beside:
         first = beside.submit(spawn, 1, counting, str(tmp_path / "run"), 40, 0.25)
         until(lambda: found_in(tmp_path / "run/checkpoints"))
-        with pytest.raises(ChildError, match="run is running right now; wait for its end, or stop it first"):
+        with pytest.raises(ChildError, match="run is in use by a running run; wait for its end, or stop it first"):
             spawn(1, counting, str(tmp_path / "run"), 4)
         first.result()
     assert steps_in(tmp_path / "run") == [40, 38]
@@ -473,7 +473,7 @@ def spoilt(folder: str, kind: str) -> None:
     ("kind", "said"),
     [
         ("meter", r"step 4 is not written: process 1 has other tensors than process 0 \(followers/0/seen/\d\)"),
-        ("overflow", "the checkpoint of step 4 is not written: frozen is not finite"),
+        ("overflow", "The checkpoint of step 4 is not written, because frozen is NaN or infinite"),
     ],
 )
 def test_a_checkpoint_that_would_be_no_good_is_not_published(tmp_path: Path, kind: str, said: str) -> None:
@@ -600,7 +600,7 @@ def loop(folder: str, kind: str) -> int:
 
 
 def test_what_a_checkpoint_would_miss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ChildError, match="a StepLR steps along that the run does not know"):
+    with pytest.raises(ChildError, match="a StepLR was not passed to the run"):
         spawn(1, loop, str(tmp_path / "a"), "unknown scheduler")
     with pytest.raises(ChildError, match="was given a object, which has no state_dict"):
         spawn(1, loop, str(tmp_path / "b"), "no state")
@@ -615,7 +615,7 @@ def test_gradients_that_nobody_clears_are_not_resumed_without(tmp_path: Path, pr
         if fine:
             assert spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here) == [6] * processes
         else:
-            with pytest.raises(ChildError, match="adds to the gradients of the step before"):
+            with pytest.raises(ChildError, match="adds to the gradients of the previous step"):
                 spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here)
 
 

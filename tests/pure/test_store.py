@@ -343,7 +343,7 @@ def test_a_process_that_fails_says_why_and_makes_room(tmp_path: Path) -> None:
 )
 def test_parameters_that_are_not_finite_are_found(kind: torch.dtype, values: list[Any]) -> None:
     files = {"model-0-of-1.safetensors": {"w": torch.tensor(values).to(kind), "mask": torch.tensor([float("-inf")])}}
-    with pytest.raises(LoopError, match="the checkpoint of step 4 is not written: w is not finite"):
+    with pytest.raises(LoopError, match="The checkpoint of step 4 is not written, because w is NaN or infinite"):
         check_finite(files, {"w"}, 4)
     files["model-0-of-1.safetensors"]["w"] = torch.tensor([6e4, 6e4]).half()  # whose sum overflows
     check_finite(files, {"w"}, 4)
