@@ -115,7 +115,7 @@ class LoadedCheckpoint:
     """By the rank of the worker when it was saved."""
 
 
-# --- what there is to save --------------------------------------------------------------------------------------------
+# --- the state --------------------------------------------------------------------------------------------------------
 
 
 def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class CheckpointWriter:
             raise error
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- restoring --------------------------------------------------------------------------------------------------------
 
 
 def open_saved(folder: Path, layout: Layout) -> LoadedCheckpoint:

@@ -58,7 +58,7 @@ class Engine:
         """The rounds of a bucket of these parameters."""
         return self.compression.rounds([spec.real() for spec in specs], self.transport.layout.workers)
 
-    # --- for the loop -----------------------------------------------------------------------------------------------
+    # --- in the loop's thread ---------------------------------------------------------------------------------------
 
     def begin(self, memory: Sequence[BucketMemory], step: int) -> None:
         """Start the exchange of a step, for the gradient memory of each logical worker of this process."""
@@ -106,7 +106,7 @@ class Engine:
             self.issued.wait()
         self.transport.spread(tensors)
 
-    # --- in the thread ----------------------------------------------------------------------------------------------
+    # --- in the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # lazy parameters must not wait for this thread

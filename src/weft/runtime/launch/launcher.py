@@ -240,7 +240,7 @@ def _scratch() -> Iterator[Path]:
             for left in folder.parent.glob("weft-*/lock"):
                 with suppress(OSError), os.fdopen(os.open(left, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)) as other:
                     about = os.fstat(other.fileno())
-                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # one's own, and not a pipe
+                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # not another user's, and no pipe
                         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(left.parent, ignore_errors=True)
             yield folder

@@ -211,7 +211,7 @@ class Aggregator:
             raise ValueError(f"there is no bundle {number}")
         return self.bundles[number]
 
-    # --- there --------------------------------------------------------------------------------------------------------
+    # --- to the servers -----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Announce a step to the servers, once the whole group has announced it."""
@@ -240,7 +240,7 @@ class Aggregator:
         ]
         self.upstream.forward(number, mean(rows, self.workers), steps.pop(), self.model, self._when(number))
 
-    # --- and back -----------------------------------------------------------------------------------------------------
+    # --- to the group -------------------------------------------------------------------------------------------------
 
     def _came(self, number: int, reply: Pending) -> None:
         """The servers' model of this step has arrived."""

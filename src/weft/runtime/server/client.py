@@ -161,7 +161,7 @@ class ServerClient:
         self._replies: dict[str, list[Pending]] = {}
         self._tellings = itertools.count()
 
-    # --- coming and going -------------------------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------------------------------
 
     def join(self, timeout_s: float) -> tuple[int, bool]:
         """Join the run. Returns this worker's step at the servers, and whether they have a model."""
@@ -383,7 +383,7 @@ class ServerClient:
         return self.clients[route.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
 
 
-# --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------
+# --- optimizer state of a parameter that is cut -----------------------------------------------------------------------
 
 
 def cut_state(state: Mapping[str, Any], part: Range, spec: Spec) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class GpuServerClient:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         start_serial_thread(self._do, "weft-pinned")
 
-    # --- as Servers -------------------------------------------------------------------------------------------------
+    # --- the interface of ServerClient ------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
