@@ -78,7 +78,10 @@ class PartialStep:
             self._part.param_groups = [groups[at] | {"params": chosen} for at, chosen in mine.items()]
             if mine:
                 device = next(iter(mine.values()))[0].device.type
-                with torch.inference_mode(False), torch.autocast(device, enabled=False):  # independent of the accessing code
+                with (
+                    torch.inference_mode(False),
+                    torch.autocast(device, enabled=False),
+                ):  # not the context of the access
                     self._step(self._part)
 
         return step
