@@ -1,10 +1,10 @@
-"""Answers and how they are spelled. A folder is an axis, a file is one answer, its name is the file's name.
+"""Answers and their spelling. A folder is an axis, a file is one answer, and the answer has the file's name.
 
     answer   = name [ "(" [ item { "," item } ] ")" ]
-    item     = [ name "=" ] value         # unnamed: the first item only, = the first field
+    item     = [ name "=" ] value         # only the first item may omit its name; it sets the first field
     value    = number [unit] | "inf" | "true" | "false" | string | answer
 
-Folders on `WEFT_PATH` (laid out like the package: `DIR/compression/mine.py`) add answers of the user's own.
+Folders on `WEFT_PATH`, laid out like the package (`DIR/compression/mine.py`), add the user's own answers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Answer:
 
 
 def spell(answer: Answer) -> str:
-    """The one canonical spelling: named arguments that are not default; a wrapper's `inner` first and bare."""
+    """The canonical spelling: only arguments that differ from their default, by name; a wrapper's `inner` first."""
     items: list[str] = []
     for field in dataclasses.fields(answer):
         value = getattr(answer, field.name)
@@ -85,7 +85,7 @@ def _spell_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return repr(value or 0.0).removesuffix(".0")  # also "inf", and one zero
+        return repr(value or 0.0).removesuffix(".0")  # also "inf"; -0.0 is spelled as 0
     if isinstance(value, str) and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
         return f'"{value}"'
     return str(value)
@@ -100,10 +100,10 @@ def catalogue(axis: str) -> dict[str, type[Answer]]:
 
 
 def find(name: str) -> type[Answer]:
-    """The answer with this name on whichever axis, or an error that suggests the nearest."""
+    """The answer with this name on any axis. Raises SpellingError, which suggests the closest name."""
     everything = {n: kind for axis in AXES for n, kind in catalogue(axis).items()}
     if name == "auto":
-        raise SpellingError("'auto' is reserved for the planner; name the answers, or leave the strategy out")
+        raise SpellingError("'auto' is reserved for the planner; name the answers, or omit the strategy")
     if name not in everything:
         raise SpellingError(f"there is no answer '{name}'{nearest(name, everything)}")
     return everything[name]
@@ -152,12 +152,12 @@ def _answer_in(module: ModuleType, axis: str) -> type[Answer]:
         raise UserError(f"{module.__file__} defines {len(kinds)} answers; a file of {axis}/ holds exactly one")
     kind = kinds[0]
     if getattr(kind, "axis", None) != axis or inspect.isabstract(kind):
-        raise UserError(f"{kind.__name__} in {module.__file__} does not fulfil the contract of {axis}/__init__.py")
+        raise UserError(f"{kind.__name__} in {module.__file__} does not satisfy the contract of {axis}/__init__.py")
     return kind
 
 
 def field_docs(kind: type[Answer]) -> dict[str, str]:
-    """The string under each field, which is its documentation; those that it inherits, too."""
+    """The documentation of each field: the string below it. Inherited fields are included."""
     docs = {}
     bases = [base for base in reversed(kind.__mro__) if issubclass(base, Answer)]
     trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in bases]
@@ -173,7 +173,7 @@ def field_docs(kind: type[Answer]) -> dict[str, str]:
 
 
 def make(kind: type[Answer], values: dict[str, Any]) -> Answer:
-    """Build an answer from raw values, each converted by its field's type."""
+    """Build an answer from raw values, each converted to its field's type."""
     hints = typing.get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     name = kind.__module__.rpartition(".")[2]
@@ -239,7 +239,7 @@ def _word(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Raw:
-    """An answer as written: a name and its items; the unnamed first item has the key ''."""
+    """An answer as written: a name and its items. The unnamed first item has the key ''."""
 
     name: str
     items: dict[str, Any]
@@ -259,7 +259,7 @@ class Raw:
         return self.name
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- parsing --------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<name>[a-z][a-z0-9_]*)
@@ -272,11 +272,11 @@ _DIGITS = 40
 
 
 def parse_raw(text: str) -> Raw:
-    """Read one answer as written, without looking anything up."""
+    """Parse one answer as written, without looking up names."""
     tokens = _tokens(text)
     raw = _read_answer(tokens, text, 0)
     if tokens:
-        raise SpellingError(f"'{text}' goes on after its answer with '{tokens[0][1]}'; write name(key=value, …)")
+        raise SpellingError(f"'{text}' continues after its answer with '{tokens[0][1]}'; write name(key=value, …)")
     return raw
 
 
@@ -287,7 +287,7 @@ def _tokens(text: str) -> list[tuple[str, Any]]:
         match = _TOKEN.match(text, at)
         if match is None:
             bad = text[at:].strip()[0]
-            raise SpellingError(f"'{text.strip()}' cannot be read at '{bad}'; write name(key=value, …)")
+            raise SpellingError(f"'{text.strip()}' cannot be parsed at '{bad}'; write name(key=value, …)")
         kind = match.lastgroup if match.lastgroup != "unit" else "number"
         if kind == "number" and match["unit"]:
             found.append(("size", match["number"] + match["unit"]))
@@ -313,14 +313,14 @@ def _read_answer(tokens: list[tuple[str, Any]], text: str, depth: int) -> Raw:
             key = tokens[0][1]
             del tokens[:2]
         elif raw.items:
-            raise SpellingError(f"'{text.strip()}': only the first item of {raw.name} may go without its name")
+            raise SpellingError(f"'{text.strip()}': only the first item of {raw.name} may omit its name")
         if key in raw.items:
             raise SpellingError(f"'{text.strip()}' gives {raw.name} its {key} twice")
         raw.items[key] = _read_value(tokens, text, depth)
         if _next_is(tokens, ","):
             tokens.pop(0)
         elif tokens and not _next_is(tokens, ")"):
-            raise SpellingError(f"'{text.strip()}' has '{tokens[0][1]}' where a comma or bracket should stand")
+            raise SpellingError(f"'{text.strip()}' has '{tokens[0][1]}' where a comma or bracket is expected")
     if not tokens:
         raise SpellingError(f"'{text.strip()}' lacks a closing bracket after {raw.name}")
     tokens.pop(0)
@@ -333,12 +333,12 @@ def _next_is(tokens: list[tuple[str, Any]], mark: str) -> bool:
 
 def _read_value(tokens: list[tuple[str, Any]], text: str, depth: int) -> Any:
     if not tokens:
-        raise SpellingError(f"'{text.strip()}' ends where a value should stand")
+        raise SpellingError(f"'{text.strip()}' ends where a value is expected")
     kind, value = tokens[0]
     if kind == "name" and value not in ("inf", "true", "false"):
         return _read_answer(tokens, text, depth + 1)
     if kind == "mark":
-        raise SpellingError(f"'{text.strip()}' has '{value}' where a value should stand")
+        raise SpellingError(f"'{text.strip()}' has '{value}' where a value is expected")
     tokens.pop(0)
     if kind == "name":
         return {"inf": math.inf, "true": True, "false": False}[value]

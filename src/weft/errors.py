@@ -1,13 +1,13 @@
-"""The error tree. What was wrong, the value that was given, what to do.
+"""The error tree. A message names the fault, the value that was given and the remedy.
 
 WeftError
-├── UserError (ValueError)      the user can mend it: one sentence, exit status 2
-│   ├── SpellingError           a strategy, size or name that cannot be read
-│   ├── Conflict                two answers that cannot stand together
+├── UserError (ValueError)      bad input that the user can correct: one sentence, exit status 2
+│   ├── SpellingError           a strategy, size or name that cannot be parsed
+│   ├── Conflict                two answers that cannot be combined
 │   └── JobError                a job, folder, port or machine that cannot be used
-├── PayloadError (ValueError)   bytes from a peer that no compressor of this run has written
-├── LoopError (RuntimeError)    the training loop did something that would train silently wrong
-└── PeerLost (RuntimeError)     another worker went away; the cause is in that worker's log
+├── PayloadError (ValueError)   bytes from a peer that no compressor of this run can have written
+├── LoopError (RuntimeError)    the training loop did something that would silently train wrong
+└── PeerLost (RuntimeError)     another worker was lost; the cause is in that worker's log
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Anything that Weft raises on purpose."""
+    """Base class of every error that Weft raises on purpose."""
 
 
 class UserError(WeftError, ValueError):
@@ -25,35 +25,35 @@ class UserError(WeftError, ValueError):
 
 
 class SpellingError(UserError):
-    """Text that does not spell what it should."""
+    """Text that cannot be parsed as a strategy, size or name."""
 
 
 class Conflict(UserError):
-    """Two answers that cannot stand together, why, and what could instead."""
+    """Two answers that cannot be combined, the reason, and an alternative."""
 
     def __init__(self, one: str, other: str, *, why: str, instead: str) -> None:
-        super().__init__(f"{one} cannot stand with {other}: {why}. Try {instead}.")
+        super().__init__(f"{one} cannot be combined with {other}: {why}. Try {instead}.")
         self.one, self.other, self.why, self.instead = one, other, why, instead
 
 
 class JobError(UserError):
-    """A job, folder, port or machine that cannot be used as asked."""
+    """A job, folder, port or machine that cannot be used."""
 
 
 class PayloadError(WeftError, ValueError):
-    """A payload from the wire that cannot be decoded; nothing of it was applied."""
+    """A payload from the wire that cannot be decoded. None of it is applied."""
 
 
 class LoopError(WeftError, RuntimeError):
-    """The training loop asked for something that would train silently wrong."""
+    """The training loop did something that would silently train wrong."""
 
 
 class PeerLost(WeftError, RuntimeError):
-    """A peer went away in the middle of an exchange."""
+    """A peer was lost during an exchange."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A half sentence that suggests what was meant: `; did you mean 'ring'?`, or the whole list when short."""
+    """A clause with the closest known name, `; did you mean 'ring'?`, or with all of them if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     close.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, word).ratio(), name[:1] != word[:1]))

@@ -1,6 +1,6 @@
-"""What a step costs: its computing, layer by layer, and an exchange by its size; measured, or worked out from layers.
+"""The cost of a step: compute time by layer, and exchange time by size; measured, or estimated from the layers.
 
-Schedules group by them, sleeping compute stands in for them, the planner predicts from them.
+Schedules form buckets from it, emulated compute sleeps for it, and the planner predicts from it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Seconds of one step on one worker."""
+    """Compute time of one step on one worker, in seconds."""
 
     forward_s: float
-    """Divided among the layers as backward is."""
+    """Divided among the layers in proportion to their backward time."""
     backward: tuple[tuple[str, float], ...]
-    """Parameters in the order in which backward finishes them, with the time since the one before (the first one's:
-    since forward ended, with the loss)."""
+    """Parameters in the order in which backward finishes them, each with the time since the previous one. The first
+    one's time starts at the end of forward and includes the loss."""
     optimizer_s: float = 0.0
 
     @property
@@ -36,7 +36,7 @@ class Profile:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def scaled(self, factor: float) -> Profile:
-        """The same step, so many times slower."""
+        """The same step, slower by this factor."""
         return Profile(
             forward_s=self.forward_s * factor,
             backward=tuple((name, seconds * factor) for name, seconds in self.backward),
@@ -48,7 +48,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        return _read(cls.of, path, "give a profile, with forward_s and backward")
+        return _read(cls.of, path, "give a profile with forward_s and backward")
 
     @classmethod
     def of(cls, table: dict[str, Any]) -> Profile:
@@ -60,16 +60,16 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds that a sum of so many bytes takes, all workers together: measured points and straight lines through them.
+    """Duration of an all-reduce by payload size, over all workers: linear interpolation between measured points.
 
-    Never falling, whatever was measured; beyond the largest size it goes on as between the last two.
+    It never decreases with size. Beyond the largest measured size it is extrapolated from the last two points.
     """
 
     points: tuple[tuple[int, float], ...]
-    """Sizes in bytes, ascending, with their seconds."""
+    """(bytes, seconds), in ascending order of bytes."""
 
     def seconds(self, nbytes: Any) -> Any:
-        """For one size, or an array of them."""
+        """The duration for one size, or for an array of sizes."""
         sizes = numpy.array([size for size, _ in self.points], dtype=float)
         times = numpy.maximum.accumulate([seconds for _, seconds in self.points])
         inside = numpy.interp(nbytes, sizes, times)
@@ -81,20 +81,20 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the first steps have shown about a model and its links, the same on every worker."""
+    """Measurements of the first steps about a model and its links, identical on every worker."""
 
     ready_s: dict[str, float]
-    """When backward has finished each parameter, since its own beginning; in the order of finishing."""
+    """When backward finishes each parameter, counted from the start of backward; in the order of finishing."""
     cost: Cost
     fill_s: float = 0.0
-    """Seconds for each byte that is moved next to others, into a bucket; a parameter that leaves alone is not moved."""
+    """Seconds per byte for copying a gradient into a bucket. A parameter with a bucket of its own is not copied."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Measured:
-        return _read(cls.of, path, "remove it, and it will be measured again")
+        return _read(cls.of, path, "remove the file, and it will be measured again")
 
     @classmethod
     def of(cls, table: dict[str, Any]) -> Measured:
@@ -107,7 +107,7 @@ T = TypeVar("T")
 
 
 def _read(of: Callable[[Any], T], path: Path, remedy: str) -> T:
-    """What a JSON file holds, or one sentence about it."""
+    """The content of a JSON file. Raises UserError with one sentence if it cannot be read."""
     try:
         return of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

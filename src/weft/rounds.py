@@ -1,9 +1,8 @@
-"""A server's share of the model: what has been contributed, when that becomes an update, and who may go on.
+"""The rounds of a server: which contributions have arrived, when they become an update, and which pulls are allowed.
 
-It asks the synchrony, and never a clock, a thread or a socket; so tests run it in virtual time. A round is what one
-update is made of. Contributions are weighed by their workers' shares of a batch, as everywhere; a round that is whole
-sums up to the mean in the tree of the logical ranks, bit for bit what `direct` gives, and one that is not is divided by
-the shares that are in it.
+It depends on the synchrony only, not on a clock, a thread or a socket, so tests run it in virtual time. A round is the
+set of contributions of one update. Contributions are weighted by their workers' shares of the batch. A full round is
+summed in the tree of the logical ranks, bit-identical to `direct`; a partial one is divided by the sum of its shares.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from weft.topology.direct import add_tree
 
 
 class Update(Protocol):
-    """Makes one update of the model with gradients that are in the order of its tensors."""
+    """Updates the model with gradients in the order of its tensors."""
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One worker's gradients of one step, each multiplied by `share`; None: it has none for that tensor."""
+    """One worker's gradients of one step, each multiplied by `share`; None for a tensor without a gradient."""
 
     worker: int
     share: float
     grads: Sequence[Tensor | None]
     read: int | None = None
-    """The version that they were computed with; None: the one that the worker has read last."""
+    """The version that they were computed with; None: the version that the worker read last."""
 
 
 @dataclass
 class Rounds:
-    """The tensors of `model`, which `update` changes in place."""
+    """The tensors of `model`, which `update` changes in place, and the present round."""
 
     synchrony: Synchrony
     model: Sequence[Tensor]
     workers: int
     update: Update
     updated: Callable[[int, int], None] = lambda worker, staleness: None
-    """Told of each contribution that became part of an update, and how many updates late it was."""
+    """Called for each contribution that becomes part of an update, with its staleness in updates."""
     version: int = 0
     gone: set[int] = field(default_factory=set)
 
@@ -54,12 +53,12 @@ class Rounds:
         self.reads = [-1] * self.workers
         self.round: list[Contribution] = []
         self._read: dict[int, dict[int, list[Tensor]]] = {}
-        """By worker: the versions that its next gradients may have been computed with, where that is looked at."""
+        """By worker: the versions that its next gradients may be computed with, if the synchrony looks back."""
         self._moved: list[tuple[int, int, float]] = []
 
     @property
     def view(self) -> View:
-        """What the synchrony may know."""
+        """The progress of all workers, for the synchrony."""
         unseen = [0.0] * self.workers
         for worker, _, size in self._moved:
             unseen[worker] += size
@@ -76,10 +75,10 @@ class Rounds:
         return self.reads[worker] < 0 or self.synchrony.may_start(worker, self.view)
 
     def read(self, worker: int) -> int:
-        """A worker reads the model as it is now; returns its version."""
+        """A worker reads the present model; returns its version."""
         self.reads[worker] = self.version
         if self.synchrony.looks_back:
-            older = self._read.get(worker, {}) if self.synchrony.eager else {}  # who did not ask may not use it yet
+            older = self._read.get(worker, {}) if self.synchrony.eager else {}  # a prefetched version may be unused yet
             self._read[worker] = older | {self.version: [tensor.detach().clone() for tensor in self.model]}
         seen = min((self.reads[w] for w in range(self.workers) if w not in self.gone), default=self.version)
         self._moved = [each for each in self._moved if each[1] > seen]
@@ -103,24 +102,24 @@ class Rounds:
         return True
 
     def _fitted(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int, share: float) -> Tensor | None:
-        """A gradient made fit for the model now. A correction that looks back need not be linear: it gets the gradient
-        itself, without the worker's share."""
+        """Correct a gradient for the present model. A correction that looks back need not be linear, so it gets the
+        gradient without the worker's share."""
         if not self.synchrony.looks_back or not share:
             return self.synchrony.correct(grad, now, read, staleness)
         own = self.synchrony.correct(grad / share, now, read, staleness)
         return None if own is None else own * share
 
     def _was(self, worker: int, version: int) -> Sequence[Tensor]:
-        """The model as a worker has read it. Raises ValueError where it cannot have."""
+        """The model as a worker read it. Raises ValueError if it cannot have read this version."""
         kept = self._read.get(worker, {})
         if version > self.version or (self.synchrony.looks_back and version not in kept):
-            raise ValueError(f"gradients of version {version}, which worker {worker} was not given")
+            raise ValueError(f"gradients of version {version}, which worker {worker} has not read")
         for older in [each for each in kept if each < version]:
             del kept[older]
         return kept.get(version, self.model)
 
     def close(self) -> None:
-        """Make an update of the round, if it has what it needs."""
+        """Update the model with the present round, if it has reached its quorum."""
         if not self.round or len(self.round) < self.synchrony.quorum(self.view):
             return
         rows, self.round = self.round, []
@@ -134,20 +133,20 @@ class Rounds:
             self._moved += [(row.worker, self.version, moved) for row in rows]
 
     def leave(self, worker: int) -> None:
-        """A worker is gone: nobody waits for it any more."""
+        """Remove a worker, so that rounds no longer wait for it."""
         self.gone.add(worker)
         self.close()
 
     def join(self, worker: int) -> None:
-        """A worker is back, or new: it starts where the slowest is."""
+        """Add a new or returning worker, at the clock of the slowest."""
         self.clocks[worker] = max(self.clocks[worker], self.view.slowest)
         self.gone.discard(worker)
 
 
 def mean(rows: Sequence[Contribution], workers: int) -> list[Tensor | None]:
-    """The mean of contributions that are weighed already: their sum, where all are there.
+    """The mean of weighted contributions; their sum, if all workers contributed.
 
-    Who has no gradient for a tensor counts as zero; where nobody has one there is none.
+    A missing gradient counts as zero; the result is None if no worker has one.
     """
     ordered = sorted(rows, key=lambda row: row.worker)
     whole = [row.worker for row in ordered] == list(range(workers))

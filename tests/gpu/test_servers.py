@@ -87,5 +87,5 @@ def test_one_worker_that_nobody_waits_for_learns_what_it_learns_alone() -> None:
 
 
 def test_values_that_are_not_finite_do_not_reach_the_servers() -> None:
-    with pytest.raises(ChildError, match="not finite at step 3"):
+    with pytest.raises(ChildError, match="NaN or infinite at step 3"):
         spawn(2, train, False, True, WEFT_STRATEGY="bsp / parameter_server", **GPU)

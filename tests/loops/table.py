@@ -6,6 +6,7 @@ columns anew. A cell that is neither equal nor refused is printed, and left open
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,8 @@ class Cell:
 
 
 def has_remedy(message: str) -> bool:
-    """Whether a refusal goes on after its sentence: `; remedy`, or `Try ...` in a Conflict."""
-    return ";" in message or "Try " in message
+    """Whether a refusal continues after its first clause: `; remedy`, or a second sentence."""
+    return re.search(r"; |\. [A-Z]", message) is not None
 
 
 def cells(strategy: str, names: Sequence[str]) -> Iterator[Cell]:

@@ -197,10 +197,10 @@ def test_train_on_an_emulated_cluster_with_a_straggler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare", "wide", "asp / ring"], "cannot stand"),
+        (["compare", "wide", "asp / ring"], "cannot be combined"),
         (["compare", "wide", "bsp / ring", "bsp / ring / fused"], "named twice"),
         (["compare", "wide", "--peers", "dpp"], "did you mean 'ddp'"),
-        (["compare", "wide", "--systems", "no-such"], "is no group"),
+        (["compare", "wide", "--systems", "no-such"], "is not a group"),
         (["compare", "wide", "--hosts", "1"], "at least 2"),
         (["compare", "wide", "--hosts", "2", "--slow", "7=4x"], "0 to 1"),
         (["compare", "wide", "--slow", "1=fast"], "4x@10%"),

@@ -118,7 +118,7 @@ def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp
     time.sleep(1)
     back = start(machines, 2, *joining, cwd=tmp_path)
     said = ended(run, server, back)
-    assert "worker 1 was ended by SIGKILL; the others go on" in said[0]
+    assert "worker 1 was ended by SIGKILL; the others continue" in said[0]
     assert "joins as process 1" in said[0] and "is worker 1 of job" in said[2]
     steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
     assert steps[-1] == 40 and len(steps) <= 42  # it went on where it was
@@ -145,7 +145,7 @@ def test_strangers_and_wrong_keys_are_told_in_one_sentence(machines: Cluster, tm
     said, _ = full.communicate(timeout=60)
     run.terminate()
     run.communicate(timeout=60)
-    assert full.returncode == 2 and "every seat of this run is taken" in said, said
+    assert full.returncode == 2 and "every rank of this run is taken" in said, said
     assert run.returncode == 143
 
 
@@ -236,7 +236,7 @@ def test_a_joined_server_leaves_when_the_run_ends_before_all_workers_came(tmp_pa
     said, _ = server.communicate(timeout=90)
     absent.kill()
     absent.communicate(timeout=60)
-    assert server.returncode == 1 and "the run ended before every worker had come" in said, said
+    assert server.returncode == 1 and "the run ended before every worker had joined" in said, said
 
 
 def test_under_torchrun_the_last_ranks_are_servers(machines: Cluster, tmp_path: Path) -> None:

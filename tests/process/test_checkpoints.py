@@ -123,7 +123,7 @@ def test_a_run_that_goes_back_keeps_its_own_checkpoints(tmp_path: Path, processe
     assert steps_in(tmp_path / "run") == [9, 8] and newest(tmp_path / "run/checkpoints")[1].step == 9
     assert [each.name for each in (tmp_path / "run/checkpoints").glob(".*")] == [".abandoned-00000010"]
     assert [event["step"] for event in events(tmp_path / "run")] == list(range(1, 10))
-    with pytest.raises(ChildError, match="was set aside; to go on from it, rename it to step-00000010"):
+    with pytest.raises(ChildError, match="was set aside; to resume from it, rename it to step-00000010"):
         spawn(
             processes,
             counting,
@@ -140,7 +140,7 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as beside:
         first = beside.submit(spawn, 1, counting, str(tmp_path / "run"), 40, 0.25)
         until(lambda: found_in(tmp_path / "run/checkpoints"))
-        with pytest.raises(ChildError, match="run is running right now; wait for its end, or stop it first"):
+        with pytest.raises(ChildError, match="run is in use by a running run; wait for its end, or stop it first"):
             spawn(1, counting, str(tmp_path / "run"), 4)
         first.result()
     assert steps_in(tmp_path / "run") == [40, 38]
@@ -184,7 +184,7 @@ def spoilt(folder: str, kind: str) -> None:
     ("kind", "said"),
     [
         ("meter", r"step 4 is not written: process 1 has other tensors than process 0 \(followers/0/seen/\d\)"),
-        ("overflow", "the checkpoint of step 4 is not written: frozen is not finite"),
+        ("overflow", "The checkpoint of step 4 is not written, because frozen is NaN or infinite"),
     ],
 )
 def test_a_checkpoint_that_would_be_no_good_is_not_published(tmp_path: Path, kind: str, said: str) -> None:
@@ -311,7 +311,7 @@ def loop(folder: str, kind: str) -> int:
 
 
 def test_what_a_checkpoint_would_miss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ChildError, match="a StepLR steps along that the run does not know"):
+    with pytest.raises(ChildError, match="a StepLR was not passed to the run"):
         spawn(1, loop, str(tmp_path / "a"), "unknown scheduler")
     with pytest.raises(ChildError, match="was given a object, which has no state_dict"):
         spawn(1, loop, str(tmp_path / "b"), "no state")
@@ -326,5 +326,5 @@ def test_gradients_that_nobody_clears_are_not_resumed_without(tmp_path: Path, pr
         if fine:
             assert spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here) == [6] * processes
         else:
-            with pytest.raises(ChildError, match="adds to the gradients of the step before"):
+            with pytest.raises(ChildError, match="adds to the gradients of the previous step"):
                 spawn(processes, loop, str(folder), kind, WEFT_RESUME=from_here)

@@ -198,8 +198,8 @@ def asks(what: str) -> None:
         ("sum", "bsp / direct", "leave one of them out"),
         ("product", "bsp / direct", "reduction='product' is not known"),
         ("own", "bsp / direct", "samples= and own=True cannot go together"),
-        ("accumulate", "bsp / direct", "accumulate() adds gradients up before that"),
-        ("negative", "bsp / direct", "samples= said -1.0 of a batch"),
+        ("accumulate", "bsp / direct", "accumulate() adds gradients before that"),
+        ("negative", "bsp / direct", "samples= returned -1.0 for a batch"),
         ("nothing", "bsp / direct", "no worker has a sample in this step"),
     ],
 )

@@ -255,10 +255,10 @@ def misuse(what: str) -> None:
 
 
 MISUSED = {
-    "model[0].bias.grad[1] = torch.nan": "the gradient of 0.bias is not finite at step 3",
+    "model[0].bias.grad[1] = torch.nan": "The gradient of 0.bias is NaN or infinite at step 3",
     "model[0].bias.grad = None": "0.bias had no gradient at step 3",
     "model[1].weight.detach().mul_(2); model(x).sum().backward()": "backward ran twice before step()",
-    "model[1].weight.detach().mul_(2); optimizer.step()": "1.weight was changed beside the optimizer",
+    "model[1].weight.detach().mul_(2); optimizer.step()": "1.weight was changed outside of the optimizer",
     "optimizer.load_state_dict(optimizer.state_dict())": "the servers have the optimizer's state",
     "accumulate alone": "leave the last backward outside of it",
 }

@@ -124,12 +124,12 @@ class Second:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
-    "a new layer": (nothing, grow, "has joined after run.distribute()"),
-    "a parameter in another's place": (nothing, grow_in_place, "has joined after run.distribute()"),
+    "a new layer": (nothing, grow, "was added after run.distribute()"),
+    "a parameter in another's place": (nothing, grow_in_place, "was added after run.distribute()"),
     "a gradient by hand": (nothing, by_hand, "was set by hand"),
     "a gradient by hand, in place": (nothing, by_hand_in_place, "was set by hand"),
     "a late hook": (hook_late, usual, "a post-accumulate hook was registered"),
-    "a step in backward": (step_in_backward, usual, "steps inside of backward"),
+    "a step in backward": (step_in_backward, usual, "steps inside backward"),
     "a second optimizer": (nothing, Second(), "was not passed to run.distribute()"),
 }
 
@@ -274,10 +274,10 @@ def clip_values(_: int, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) 
 
 
 ONCE = {
-    average: "a parameter or its gradient was used between two workers' turns",
-    clip_values: "a parameter or its gradient was used between two workers' turns",
-    decay: "hyper-parameters or the optimizer's state were changed between two workers' turns",
-    forget: "hyper-parameters or the optimizer's state were changed between two workers' turns",
+    average: "a parameter or its gradient was used between two workers' passes",
+    clip_values: "a parameter or its gradient was used between two workers' passes",
+    decay: "hyperparameters or the optimizer's state were changed between two workers' passes",
+    forget: "hyperparameters or the optimizer's state were changed between two workers' passes",
 }
 
 

@@ -222,7 +222,7 @@ BAD = {
     "no workers": (["train", "plain.py", "-n", "0"], "at least one worker"),
     "no gpu": (["train", "plain.py", "--device", "cuda"], "no GPU"),
     "device": (["train", "job.py", "--device", "tpu"], "must be auto, cpu or cuda"),
-    "illegal": (["train", "plain.py", "--strategy", "asp / ring"], "asp cannot stand with ring"),
+    "illegal": (["train", "plain.py", "--strategy", "asp / ring"], "asp cannot be combined with ring"),
     "answer": (["train", "plain.py", "--strategy", "bsp / rign"], "did you mean 'ring'"),
     "system": (["train", "plain.py", "--system", "horovd"], "did you mean 'horovod'"),
     "planned": (["train", "plain.py", "--system", "easgd"], "does not run yet"),

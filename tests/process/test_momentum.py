@@ -48,9 +48,9 @@ def test_momentum_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "cycle", "words"),
     [
-        ("adam", False, "works with the momentum of SGD, and the optimizer is AdamW; use torch.optim.SGD"),
+        ("adam", False, "needs the momentum of SGD, but the optimizer is AdamW; use torch.optim.SGD"),
         ("nesterov", False, "takes over one plain momentum"),
-        ("momentum", True, "something has set the optimizer's momentum"),
+        ("momentum", True, "the optimizer's momentum was set"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(optimizer: str, cycle: bool, words: str) -> None:

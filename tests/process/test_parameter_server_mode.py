@@ -184,7 +184,7 @@ def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str,
     assert "was ended by SIGKILL; the others were stopped" in said, said
     done = weft("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "the others go on" not in done.stderr + done.stdout
+    assert "the others continue" not in done.stderr + done.stdout
     assert gone(scratch)
 
 
@@ -197,7 +197,7 @@ def test_a_worker_killed_where_nobody_waits_is_named_and_the_others_go_on(scratc
     os.kill(victim, signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
-    assert "worker 2 went away" in said and "the others go on" in said, said
+    assert "worker 2 was lost" in said and "the others continue" in said, said
     assert events(scratch / "out")[-1]["step"] == 12
     assert gone(scratch)
 

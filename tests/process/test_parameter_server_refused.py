@@ -36,10 +36,10 @@ def misuse(between: str) -> None:
 
 
 MISUSED = {
-    "model[0].bias.data.clamp_(-0.1, 0.1)": "0.bias was changed beside the optimizer",
-    "model[0].bias.data = model[0].bias.data.clone()": "0.bias was changed beside the optimizer",
-    "model[0].bias.detach().numpy()[:] = 1.0": "a parameter was changed beside the optimizer",
-    "nn.utils.vector_to_parameters(torch.ones(61), model.parameters())": "spare was changed beside the optimizer",
+    "model[0].bias.data.clamp_(-0.1, 0.1)": "0.bias was changed outside of the optimizer",
+    "model[0].bias.data = model[0].bias.data.clone()": "0.bias was changed outside of the optimizer",
+    "model[0].bias.detach().numpy()[:] = 1.0": "a parameter was changed outside of the optimizer",
+    "nn.utils.vector_to_parameters(torch.ones(61), model.parameters())": "spare was changed outside of the optimizer",
     "model.spare.grad = None": "the gradient of spare was replaced or removed",
     "model.spare.grad = torch.ones(3)": "the gradient of spare was replaced or removed",
     "model[1].weight.requires_grad_(True)": "1.weight was frozen in run.distribute()",
@@ -52,12 +52,12 @@ MISUSED = {
         "a gradient was touched that has gone to the servers"
     ),
     "optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0]['params'][0].data.zero_())": (
-        "spare was changed beside the optimizer"
+        "spare was changed outside of the optimizer"
     ),
-    "optimizer.param_groups[0]['lr'] = lambda: 1.0": "the optimizer's lr is a function",
+    "optimizer.param_groups[0]['lr'] = lambda: 1.0": "The optimizer's lr is a function",
     "unused": "spare had no gradient at step 1",
     "optimizer.param_groups[0]['lr'] *= 2": "have changed between backward() and step()",
-    "model[0].bias.detach().mul_(2)": "0.bias was changed beside the optimizer",
+    "model[0].bias.detach().mul_(2)": "0.bias was changed outside of the optimizer",
     "optimizer.zero_grad = lambda: 0": "optimizer.zero_grad() in every step",
     "run.clip(1.0)": "leave it out there",
     "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "a gradient was touched that has gone to the servers",
@@ -249,7 +249,7 @@ def test_a_buffer_that_changes_its_shape_is_refused() -> None:
 REFUSED = {
     "processes": (["--processes", "1"], {}, "a process for each worker"),
     "servers without work": (["--strategy", "bsp / parameter_server(servers=6)"], {}, "only 5 of them"),
-    "optimizer": ([], {"optimizer": "LBFGS(model.parameters())"}, "may look at several parameters at once"),
+    "optimizer": ([], {"optimizer": "LBFGS(model.parameters())"}, "may use several parameters at once"),
     "nodes without a key": (["--nodes", "3", "--rendezvous", "127.0.0.1:29999"], {}, "`weft key F` and copy it"),
     "nobody to join": (["--join", "1"], {}, "--join needs parameter servers and --rendezvous"),
 }

@@ -205,6 +205,6 @@ def test_a_refused_push_is_said_to_who_waits_for_what_is_sent() -> None:
     with one_server(how) as (server, key):
         worker = Worker(0, server.address, key, how)
         worker.asking.routes[-1].about[:8] = (99).to_bytes(8, "big")
-        with pytest.raises(Refused, match="version 99, which worker 0 was not given"):
+        with pytest.raises(Refused, match="version 99, which worker 0 has not read"):
             worker.step()
         worker.asking.close()

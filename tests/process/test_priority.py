@@ -201,9 +201,12 @@ def test_who_looks_at_gradients_before_the_step_gets_means_and_is_told_once() ->
     ours = spawn(2, clipping, True, WEFT_STRATEGY=PRIORITY)
     plain = spawn(2, clipping, True, WEFT_STRATEGY=PLAIN)
     assert same([state for state, _ in ours], [state for state, _ in plain])
-    assert [len([line for line in said if "looks at gradients or" in line]) for _, said in ours] == [1, 1]
+    assert [len([line for line in said if "are accessed between backward and step" in line]) for _, said in ours] == [
+        1,
+        1,
+    ]
     assert not any(
-        "looks at gradients or" in line
+        "are accessed between backward and step" in line
         for _, said in spawn(2, clipping, False, WEFT_STRATEGY=PRIORITY)
         for line in said
     )

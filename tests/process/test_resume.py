@@ -78,7 +78,7 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on(scratch: Path, whole: Any, 
     assert gone(scratch)
     done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
+    assert "resuming after step" in done.stdout
     assert (losses(scratch / "run"), last_words(done)) == whole
     word = json.loads((scratch / "run/resumed.jsonl").read_text().splitlines()[-1])
     assert word["attempt"] == 1 and word["step"] % 5 == 0
@@ -90,7 +90,9 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any, weft: Command) -> N
     until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 143 and "job was stopped, after it was saved; go on with `weft train --resume" in said
+    assert (
+        launcher.returncode == 143 and "job was stopped, after it was saved; resume with `weft train --resume" in said
+    )
     assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
     done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
@@ -102,7 +104,9 @@ def test_a_run_is_not_resumed_beside_itself(scratch: Path, weft: Command) -> Non
     launcher = started(scratch, "--save-every", 2)
     try:
         until(lambda: found_in(scratch / "run/checkpoints"))
-        assert "run is running right now; wait for its end, or stop it first" in refused(scratch, "--resume", "run")
+        assert "run is in use by a running run; wait for its end, or stop it first" in refused(
+            scratch, "--resume", "run"
+        )
     finally:
         launcher.kill()
         launcher.communicate()
@@ -129,7 +133,7 @@ def test_another_number_of_workers_or_strategy_is_converted_and_said(scratch: Pa
     )
     dense = weft("train", "--resume", "run", "--steps", 8, "--strategy", "bsp / ring", cwd=scratch)
     assert dense.returncode == 0, dense.stderr
-    assert "error_feedback(topk(ratio=0.5)) has become dense: what was owed is lost" in dense.stdout
+    assert "error_feedback(topk(ratio=0.5)) has become dense: the residual is lost" in dense.stdout
     fewer = weft("train", "--resume", "run", "--steps", 12, "-n", 2, cwd=scratch)
     assert fewer.returncode == 0, fewer.stderr
     assert "4 workers have become 2" in fewer.stdout
@@ -192,11 +196,9 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
     before = (saved / "job.py").read_text()
     try:
         (saved / "job.py").write_text(changed)
-        assert "is a checkpoint of another job: 0.weight has the shape [8, 4] there" in refused(
-            saved, "--resume", "run"
-        )
+        assert "is a checkpoint of another job: it has 0.weight with shape [8, 4]" in refused(saved, "--resume", "run")
         (saved / "job.py").write_text(before.replace("Adam(", "SGD("))
-        assert "was made with Adam, and the job has SGD now" in refused(saved, "--resume", "run")
+        assert "was made with Adam, but the job now has SGD" in refused(saved, "--resume", "run")
     finally:
         (saved / "job.py").write_text(before)
     assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]
@@ -212,10 +214,10 @@ def test_a_damaged_checkpoint_is_left_out_and_named(scratch: Path, saved: Path, 
     done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert (
-        "bytes were written; it is left out" in " ".join(done.stdout.split()).replace("but ", "")
-        or "left out" in done.stdout
+        "bytes were written; it is skipped" in " ".join(done.stdout.split()).replace("but ", "")
+        or "skipped" in done.stdout
     )
-    assert "going on after step 20" in done.stdout
+    assert "resuming after step 20" in done.stdout
     assert [verify(folder).step for folder in found_in(scratch / "run/checkpoints")] == [40, 20]
 
 
@@ -227,7 +229,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(scratch: Path, saved: Pat
     (root / "step-00000020").rename(scratch / "elsewhere")
     done = weft("train", "--resume", "run", "--steps", 41, cwd=scratch)
     assert done.returncode == 0, done.stderr
-    assert "going on after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
+    assert "resuming after step 40" in done.stdout and f"the job is {saved / 'job.py'}" in "".join(
         done.stdout.split("\n")
     )
 

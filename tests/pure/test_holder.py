@@ -200,7 +200,7 @@ def test_a_gradient_is_as_late_as_the_version_that_it_was_computed_with() -> Non
         holder.read(0)  # newer ones are sent, and lie there
         holder.contribute(Contribution(0, 0.5, [], read))
     assert late == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match="version 5, which worker 0 was not given"):
+    with pytest.raises(ValueError, match="version 5, which worker 0 has not read"):
         holder.contribute(Contribution(0, 0.5, [], 5))
     assert holder.clocks[0] == 4
 

@@ -93,13 +93,15 @@ def test_a_file_that_cannot_be_rewritten_is_what_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     with hold(tmp_path, "run"):
-        assert "is running right now; wait for its end, or stop it first" in refused(lambda: hold(tmp_path, "run"))
+        assert "is in use by a running run; wait for its end, or stop it first" in refused(
+            lambda: hold(tmp_path, "run")
+        )
     assert refused(lambda: hold(tmp_path, "run")) == ""
 
 
 def test_a_folder_without_a_step_is_said(tmp_path: Path) -> None:
     written(tmp_path, 0, [])
-    with pytest.raises(UserError, match="holds no step"):
+    with pytest.raises(UserError, match="has no steps"):
         summary(tmp_path)
 
 

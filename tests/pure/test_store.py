@@ -191,7 +191,7 @@ def test_the_newest_whole_one_is_found_and_the_damaged_one_named(tmp_path: Path)
     assert manifest.step == 10 and folder.name == "step-00000010"
     assert len(refused) == 1 and "step-00000020/model-1-of-2.safetensors has 0 bytes" in refused[0]
     (folder / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete"):
         checkpoint.newest(tmp_path)
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.newest(tmp_path / "elsewhere")
@@ -272,7 +272,7 @@ def test_what_a_manifest_refers_to_is_there(tmp_path: Path) -> None:
     table = json.loads((folder / "manifest.json").read_text())
     table["state"]["model"]["map"]["c"] = {"tensor": "model/c"}
     resealed(folder, table)
-    with pytest.raises(DamagedError, match="holds no tensor 'model/c'"):
+    with pytest.raises(DamagedError, match="lacks the tensor 'model/c'"):
         checkpoint.verify(folder)
 
 
@@ -309,7 +309,7 @@ def test_a_process_that_fails_says_why_and_makes_room(tmp_path: Path) -> None:
 )
 def test_parameters_that_are_not_finite_are_found(kind: torch.dtype, values: list[Any]) -> None:
     files = {"model-0-of-1.safetensors": {"w": torch.tensor(values).to(kind), "mask": torch.tensor([float("-inf")])}}
-    with pytest.raises(LoopError, match="the checkpoint of step 4 is not written: w is not finite"):
+    with pytest.raises(LoopError, match="The checkpoint of step 4 is not written, because w is NaN or infinite"):
         check_finite(files, {"w"}, 4)
     files["model-0-of-1.safetensors"]["w"] = torch.tensor([6e4, 6e4]).half()  # whose sum overflows
     check_finite(files, {"w"}, 4)

@@ -1,4 +1,4 @@
-"""The command line. Every command is a thin shell around a function that can be called."""
+"""The command line. Every command is a thin wrapper around a function that can be called."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXAMPLES = """\
 Weft: a way of distributing PyTorch training is one value.
 
   weft train text -n 2                                        train a bundled GPT on two local workers
-  weft train job.py -n 4 --strategy "bsp / ring / cast"       your own script, another way
-  weft compare wide --hosts 4 --bandwidth 1gbit               several ways side by side, on an emulated cluster
-  weft check "asp / ring"                                     explain a strategy, or say why it cannot be
-  weft train wide -n 4 --system horovod                       the way a published system does it
-  weft doctor                                                 what this machine can do
+  weft train job.py -n 4 --strategy "bsp / ring / cast"       train your own script under another strategy
+  weft compare wide --hosts 4 --bandwidth 1gbit               compare strategies side by side on an emulated cluster
+  weft check "asp / ring"                                     explain a strategy, or why it is not valid
+  weft train wide -n 4 --system horovod                       use the strategy of a published system
+  weft doctor                                                 check this machine
 
-`weft --help` lists all commands, `weft COMMAND --help` their options.
+`weft --help` lists all commands, `weft COMMAND --help` the options of one.
 """
 
 app = typer.Typer(
@@ -38,9 +38,9 @@ COMMANDS = ("train", "join", "compare", "check", "answers", "systems", "lab", "e
 @app.callback(invoke_without_command=True)
 def weft(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    """A way of distributing PyTorch training is one value: run it, compare it, name it after a published system."""
+    """Run PyTorch training under a distribution strategy, compare strategies, or use that of a published system."""
     if version:
         from weft import __version__
 
@@ -51,7 +51,7 @@ def weft(
 
 
 def main() -> None:
-    """Entry point: bad input is one sentence and status 2, never a traceback."""
+    """Entry point. Bad input prints one sentence and exits with status 2, without a traceback."""
     for name in COMMANDS:
         importlib.import_module(f"weft.cli.{name}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

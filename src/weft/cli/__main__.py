@@ -1,4 +1,4 @@
-"""`python -m weft.cli`, the same as `weft`."""
+"""`python -m weft.cli`, equivalent to `weft`."""
 
 from weft.cli import main
 

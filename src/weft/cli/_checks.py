@@ -1,4 +1,4 @@
-"""What `weft doctor` looks at. Each check is a function; none leaves a file, a port or a process behind."""
+"""The checks of `weft doctor`. Each check is a function; none leaves a file, a port or a process behind."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _ROOM_BYTES = 2**30
 _SHARED_BYTES = 2**28
 
 _UNSHARE = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000 | 0x40000000) != 0)"
-"""CLONE_NEWUSER and CLONE_NEWNET, in a process without threads: one that has imported torch is refused."""
+"""CLONE_NEWUSER and CLONE_NEWNET; must run in a process without threads, and importing torch starts some."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked for, whether it is there, what was found, and what to do if it is not there."""
+    """The result of one check: its name, whether it passed, the finding, and the remedy if it failed."""
 
     check: str
     ok: bool
     found: str
     remedy: str = ""
     required: bool = True
-    """Training needs it; what is merely useful does not count against the machine."""
+    """Whether training needs it. A failed optional check does not make the machine unfit."""
 
     def __post_init__(self) -> None:
-        assert self.ok == (not self.remedy), "a remedy where, and only where, something is wrong"
+        assert self.ok == (not self.remedy), "a remedy if and only if the check failed"
 
 
 def run_checks() -> list[Check]:
-    """All of them, in the order in which one rests on the other."""
+    """Run all checks; later ones depend on earlier ones."""
     return [each() for each in CHECKS]
 
 
-# --- what training needs --------------------------------------------------------------------------------------------
+# --- required checks ------------------------------------------------------------------------------------------------
 
 
 def python() -> Check:
@@ -69,12 +69,12 @@ def pytorch() -> Check:
 
 def gloo() -> Check:
     ok = dist.is_available() and dist.is_gloo_available()
-    remedy = "" if ok else "install a PyTorch build with Gloo, as the ones on pytorch.org"
+    remedy = "" if ok else "install a PyTorch build with Gloo, such as the ones on pytorch.org"
     return Check("Gloo", ok, "available" if ok else "not in this PyTorch", remedy)
 
 
 def gpus() -> Check:
-    """GPUs are never required, but one that PyTorch cannot use deserves a word."""
+    """GPUs are optional, but a GPU that PyTorch cannot use is reported."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -94,7 +94,7 @@ def gpus() -> Check:
 
 def nccl() -> Check:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the check of GPUs has told
+        warnings.simplefilter("ignore")  # already reported by the check of GPUs
         count = _gpus()
     if not count:
         return Check("NCCL", True, "not needed without GPUs", required=False)
@@ -108,7 +108,7 @@ def _gpus() -> int:
 
 
 def disk() -> Check:
-    """Where `weft train` would put its run folders."""
+    """Free space where `weft train` puts its run folders."""
     place = Path("runs") if Path("runs").is_dir() else Path()
     try:
         free = shutil.disk_usage(place).free
@@ -133,22 +133,22 @@ def port() -> Check:
 
 
 def meeting() -> Check:
-    """Two processes add up numbers over Gloo on loopback, exactly as two workers of a run would meet."""
+    """Two processes all-reduce over Gloo on loopback, with the same rendezvous as two workers of a run."""
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="weft-") as folder:
             problem = _meet(str(Path(folder) / "store"))
     except OSError as error:
-        remedy = "point TMPDIR to a folder that can be written"
+        remedy = "set TMPDIR to a writable folder"
         return Check("two processes meet", False, f"no temporary folder: {error.strerror or error}", remedy)
     if not problem:
-        return Check("two processes meet", True, f"over Gloo, in {time.monotonic() - began:.1f} s with their start")
+        return Check("two processes meet", True, f"over Gloo, in {time.monotonic() - began:.1f} s including start-up")
     remedy = "allow local TCP connections on loopback (firewall, sandbox)"
     return Check("two processes meet", False, problem, remedy)
 
 
 def _meet(store: str) -> str:
-    """What went wrong; nothing if they met."""
+    """The error message; empty if both succeeded."""
     code = "import sys; from weft.cli._checks import meet; meet(int(sys.argv[1]), sys.argv[2])"
     env = os.environ | {"WEFT_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
     until = time.monotonic() + _MEET_S
@@ -161,18 +161,18 @@ def _meet(store: str) -> str:
             )
         said = [each.communicate(timeout=max(0.1, until - time.monotonic()))[1] for each in pair]
     except subprocess.TimeoutExpired:
-        return f"they did not within {_MEET_S:.0f} s"
+        return f"no connection within {_MEET_S:.0f} s"
     finally:
         for each in pair:
             each.kill()
             each.communicate()
     failed = [text for text, each in zip(said, pair, strict=True) if each.returncode]
     last = failed[0].decode(errors="replace").strip().rpartition("\n")[2] if failed else ""
-    return last or ("one of them died" if failed else "")
+    return last or ("one of the processes died" if failed else "")
 
 
 def meet(rank: int, store: str) -> None:
-    """One of the two."""
+    """The body of each of the two processes."""
     die_with_parent()
     World(process=rank, processes=2, local_process=rank, workers=2, store=store).connect(torch.device("cpu"), _MEET_S)
     total = torch.ones(1)
@@ -181,20 +181,20 @@ def meet(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-# --- what is useful -------------------------------------------------------------------------------------------------
+# --- optional checks ------------------------------------------------------------------------------------------------
 
 
 def compiler() -> Check:
     for name in ("g++", "clang++"):
         if path := shutil.which(name):
             return Check("C++ compiler", True, _first_line([path, "--version"]) or path, required=False)
-    remedy = "install g++ or clang++; until then plain torch is used instead"
+    remedy = "install g++ or clang++; until then slower plain PyTorch code is used"
     return Check("C++ compiler", False, "neither g++ nor clang++", remedy, required=False)
 
 
 def namespaces() -> Check:
-    """A network of one's own, where the lab can make links slow."""
-    name, fallback = "network namespaces without root", "without, the lab falls back to loopback"
+    """Network namespaces, in which the lab shapes links."""
+    name, fallback = "network namespaces without root", "without them the lab falls back to loopback"
     if sys.platform != "linux":
         return Check(name, False, "only Linux has them", fallback, required=False)
     command = [sys.executable, "-c", _UNSHARE]
@@ -206,7 +206,7 @@ def namespaces() -> Check:
 
 
 def _namespace_remedy() -> str:
-    """The switch that says no, or else whoever runs the container."""
+    """The kernel setting that forbids namespaces, or else advice for containers."""
     switches = {
         "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
         "kernel.unprivileged_userns_clone": ("0", "1"),
@@ -220,7 +220,7 @@ def _namespace_remedy() -> str:
 
 
 def shared_memory() -> Check:
-    """Where data loaders' processes, and NCCL, hand over tensors."""
+    """Shared memory, which the processes of data loaders and NCCL use to pass tensors."""
     place = Path("/dev/shm")
     if not place.is_dir():
         remedy = "" if sys.platform != "linux" else "mount a tmpfs on /dev/shm"
@@ -236,7 +236,7 @@ def cores() -> Check:
     too_many = wanted is not None and wanted.isdigit() and int(wanted) > count
     found = f"{count} cores, {torch.get_num_threads()} threads"
     found += ", OMP_NUM_THREADS not set" if wanted is None else f", OMP_NUM_THREADS is {wanted}"
-    remedy = "unset OMP_NUM_THREADS, or set it to no more than the cores of a worker" if too_many else ""
+    remedy = "unset OMP_NUM_THREADS, or set it to at most the cores of a worker" if too_many else ""
     return Check("cores and threads", not remedy, found, remedy, required=False)
 
 
@@ -249,7 +249,7 @@ def mlflow() -> Check:
 
 
 def _extra(module: str, *packages: str) -> Check:
-    """A package of the extra `weft[track]`, looked up without importing it."""
+    """Check for a package of the extra `weft[track]` without importing it."""
     if importlib.util.find_spec(module) is None:
         return Check(module, False, "not installed", 'pip install "weft[track]", for `weft export`', required=False)
     for package in packages:
@@ -261,7 +261,7 @@ def _extra(module: str, *packages: str) -> Check:
 
 
 def _first_line(command: list[str]) -> str | None:
-    """What a command says first; None if it fails or hangs."""
+    """The first line of a command's output; None if it fails or times out."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""The options that describe an emulated cluster, for every command that takes them."""
+"""Command-line options that describe an emulated cluster."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import typer
 
 from weft.errors import UserError
 
-BandwidthOption = Annotated[str, typer.Option(metavar="RATE", help="Of every link, both ways: 1gbit, 100mbit.")]
+BandwidthOption = Annotated[str, typer.Option(metavar="RATE", help="Rate of every link, both ways: 1gbit, 100mbit.")]
 LinkOption = Annotated[
-    list[str] | None, typer.Option(metavar="HOST=RATE", help="One host's link, as in 2=100mbit. Repeatable.")
+    list[str] | None, typer.Option(metavar="HOST=RATE", help="Rate of one host's link, as in 2=100mbit. Repeatable.")
 ]
 SlowOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST=FACTOR", help="A straggler: 3=4x for good, all=4x@10% in a tenth of the steps."),
+    typer.Option(metavar="HOST=FACTOR", help="Slow a host down: 3=4x always, all=4x@10% in a tenth of the steps."),
 ]
 
 
 def parse_links(items: Sequence[str] | None) -> dict[int, str]:
-    """`2=100mbit` and the like; rates are read by the cluster."""
+    """Parse `2=100mbit` and similar; the cluster parses the rates."""
     links: dict[int, str] = {}
     for item in items or ():
         host, equals, rate = item.partition("=")

@@ -1,4 +1,4 @@
-"""How results reach a person or a program."""
+"""Output for people and for programs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weft.errors import JobError
 _FILE_WIDTH = 150
 
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON to a file, or - for stdout.")
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON to a file, or to stdout with -.")
 ]
 
 
 def console(target: str | None) -> Console:
-    """Where people read: standard output, unless that carries JSON."""
+    """The console for human-readable output: stdout, or stderr if stdout carries JSON."""
     shown = Console(stderr=target == "-", highlight=False, soft_wrap=True)
     if not shown.is_terminal and "COLUMNS" not in os.environ:
-        shown.width = _FILE_WIDTH  # a file or a log has no edge
+        shown.width = _FILE_WIDTH  # a file or log need not be wrapped
     return shown
 
 
 def emit(result: dict[str, Any], target: str | None) -> None:
-    """Write a result as JSON, if that was asked for."""
+    """Write a result as JSON if the option is given."""
     if target is None:
         return
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
@@ -46,7 +46,7 @@ def emit(result: dict[str, Any], target: str | None) -> None:
 
 
 def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A plain table."""
+    """Print a plain table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         shown.add_column(column, overflow="fold")

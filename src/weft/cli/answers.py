@@ -1,4 +1,4 @@
-"""`weft answers`: everything a strategy can be made of, the user's own files included."""
+"""`weft answers`: all answers that a strategy can be composed of, including the user's own files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weft.errors import UserError, nearest
 
 @app.command()
 def answers(
-    axis: Annotated[str | None, typer.Argument(help="One of the six questions; all of them if left out.")] = None,
+    axis: Annotated[str | None, typer.Argument(help="One of the six questions; all of them by default.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """List the answers to the six questions with their parameters."""
+    """List the answers to the six questions and their parameters."""
     if axis is not None and axis not in AXES:
         raise UserError(f"'{axis}' is not one of the six questions{nearest(axis, AXES)}")
     rows = [_row(each, name, kind) for each in AXES if axis in (None, each) for name, kind in catalogue(each).items()]

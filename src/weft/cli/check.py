@@ -1,4 +1,4 @@
-"""`weft check`: a strategy in words, or why it cannot be."""
+"""`weft check`: a strategy in words, or why it is not valid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.strategy import Strategy
 QUESTIONS = {
     "partition": "where the model lives",
     "optimization": "whose optimizer steps",
-    "synchrony": "when a worker may go on",
+    "synchrony": "when a worker may start its next step",
     "topology": "who talks to whom",
     "compression": "what goes on the wire",
     "schedule": "in which order it leaves",
@@ -25,7 +25,7 @@ def check(
     strategy: Annotated[str, typer.Argument(help='A strategy, as in "bsp / ring / wfbp", or @file.toml.')],
     json: JsonOption = None,
 ) -> None:
-    """Explain a strategy in words, or say why it cannot be and what could."""
+    """Explain a strategy in words, or why it is not valid and what to use instead."""
     value = Strategy.parse(strategy).check()
     rows = [
         {"question": QUESTIONS[axis], "axis": axis, "answer": str(answer), "meaning": answer.summary}
@@ -39,19 +39,17 @@ def check(
 
 
 def exact(strategy: Strategy) -> bool:
-    """Whether results have the same bits however the run is laid out."""
+    """Whether results have the same bits for any layout of the run."""
     return strategy.topology.exact and strategy.synchrony.lockstep
 
 
 def kind(strategy: Strategy) -> str:
-    """How far results can be relied on to repeat."""
+    """How reproducible the results are, in one or two sentences."""
     if not strategy.synchrony.lockstep:
-        return (
-            "Workers do not wait for each other: what is learned depends on who comes when, and no run repeats another."
-        )
+        return "Workers do not wait for each other: results depend on the order of arrival, and no run repeats another."
     if exact(strategy):
-        return "Results are the same bits on any number of processes, with any buckets and any schedule."
+        return "Results are bit-identical for any number of processes, any buckets and any schedule."
     return (
-        "Replicas agree and a run repeats exactly on the same layout; another number of processes or other buckets "
-        "give other last bits. `direct` does not have this limit."
+        "Replicas are identical and a run repeats exactly on the same layout; another number of processes or other "
+        "buckets change the last bits. `direct` does not have this limit."
     )

@@ -1,4 +1,4 @@
-"""`weft compare`: the same job under several strategies, really run, side by side."""
+"""`weft compare`: run the same job under several strategies, side by side."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.units import bytes_text
 
 
 class _WithJob(TyperCommand):
-    """A command after whose -- come words of the job's own, whatever they look like."""
+    """A command that passes all words after -- to the job, whatever they look like."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -45,36 +45,36 @@ def compare(
     ctx: typer.Context,
     job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
     strategies: Annotated[
-        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, what the job itself is told.")
+        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, the arguments of the job.")
     ] = None,
-    system: Annotated[list[str] | None, typer.Option(help="A surveyed system's strategy. Repeatable.")] = None,
-    group: Annotated[str | None, typer.Option("--systems", help="Every system of a group that runs.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="The strategy of a surveyed system. Repeatable.")] = None,
+    group: Annotated[str | None, typer.Option("--systems", help="All systems of a group that run.")] = None,
     peers: Annotated[
-        str, typer.Option(help="PyTorch's own: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp.")
+        str, typer.Option(help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp.")
     ] = "",
-    hosts: Annotated[int, typer.Option(help="Emulated hosts, a worker each.")] = 4,
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts, with one worker each.")] = 4,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
-    compute: Annotated[str, typer.Option(help="real, or sleep: measured durations stand in for computing.")] = "real",
+    compute: Annotated[str, typer.Option(help="real, or sleep: replace compute by its measured duration.")] = "real",
     profile: Annotated[
-        Path | None, typer.Option(help="For --compute sleep: a profile to sleep by; measured first by default.")
+        Path | None, typer.Option(help="Durations for --compute sleep, as a file; measured first by default.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run; the first five are warm-up.")] = 30,
-    seeds: Annotated[int, typer.Option(help="Rounds: every contender runs once with each seed.")] = 2,
-    target_loss: Annotated[float | None, typer.Option(help="Measure the time until the loss is here.")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of seeds; every contender runs once with each.")] = 2,
+    target_loss: Annotated[float | None, typer.Option(help="Measure the time to reach this loss.")] = None,
     links: Annotated[
-        str, typer.Option(help="emulated; loopback: no shaped links; auto: loopback where nothing else can be.")
+        str, typer.Option(help="emulated; loopback: without shaped links; auto: loopback if emulation is impossible.")
     ] = "emulated",
-    out: Annotated[Path | None, typer.Option(help="Folder of the result; by default a new one in runs/.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Result folder; a new one in runs/ by default.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Run JOB under each strategy on an emulated cluster, and show them side by side with a report."""
+    """Run JOB under each strategy on an emulated cluster, and compare the results in a table and a report."""
     show = console(json)
     named = [name.strip() for name in peers.split(",") if name.strip()]
     chosen = list(strategies or ()) or ([] if named or system or group else list(DEFAULTS))
     if profile is not None and compute != "sleep":
-        raise UserError("--profile is for --compute sleep; leave it out, or sleep")
+        raise UserError("--profile is for --compute sleep; omit it, or add --compute sleep")
     spec = CompareSpec(
         job=job,
         args=tuple(ctx.meta["job"]),
@@ -109,7 +109,7 @@ def compare(
 
 
 def _systems(names: list[str], group: str | None) -> list[Contender]:
-    """Systems as contenders; those of one strategy are one contender."""
+    """Systems as contenders; systems with the same strategy share one contender."""
     chosen = [systems.find(name) for name in names]
     if group == "survey4":
         chosen += [systems.find(name) for name in systems.SURVEY4]
@@ -117,7 +117,7 @@ def _systems(names: list[str], group: str | None) -> list[Contender]:
         known = {each.group for each in systems.catalogue()}
         members = [each for each in systems.catalogue() if each.group == group and each.strategy]
         if not members:
-            what = "has no system that runs yet" if group in known else "is no group"
+            what = "has no system that runs yet" if group in known else "is not a group"
             raise UserError(f"--systems: '{group}' {what}; choose one of {', '.join(_groups())}")
         chosen += members
     by_strategy: dict[str, list[str]] = {}
@@ -134,7 +134,7 @@ def _groups() -> list[str]:
 
 
 class _Watch:
-    """A live table on a terminal; elsewhere a line for every run that ends."""
+    """A live table on a terminal; elsewhere one line for each finished run."""
 
     def __init__(self, show: Console) -> None:
         self.show, self.done = show, 0
@@ -154,7 +154,7 @@ class _Watch:
     def __call__(self, progress: Progress) -> None:
         if not progress.emulated:
             self._say("hosts are processes on loopback, links are not shaped")
-        self._say("one host alone, to learn what a step takes …")
+        self._say("one host alone, to measure its step time …")
         if progress.expected_s is not None:
             spec = progress.spec
             runs = (len(spec.contenders) + 1) * spec.seeds
@@ -189,7 +189,7 @@ class _Watch:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """The rows, for a terminal: as many columns as there is room for beside the names."""
+    """The rows as a terminal table, with as many columns as fit beside the names."""
     names = min(max(len(row.name) for row in rows), max(20, width // 3))
     room = width - names
     chosen = [column for column in _columns(rows) if (room := room - len(column[0]) - 2) >= 0]
@@ -204,7 +204,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
-    """Heading and cell of each column, the most telling first."""
+    """The heading and the cell of each column, most important first."""
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("    step ms", lambda row: f"{_ms(row.step_s)} ± {_ms(row.step_s_spread)}"),
         ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),

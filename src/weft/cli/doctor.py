@@ -1,4 +1,4 @@
-"""`weft doctor`: what this machine can do."""
+"""`weft doctor`: check this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.cli._show import JsonOption, console, emit, table
 
 @app.command()
 def doctor(json: JsonOption = None) -> None:
-    """Look at this machine: what training needs, what is useful, and what to do where something is missing."""
+    """Check this machine for what training needs and what is optional, with a remedy for each failed check."""
     checks = run_checks()
     wrong = [each for each in checks if not each.ok]
     fit = not any(each.required for each in wrong)

@@ -1,4 +1,4 @@
-"""`weft export`: a run's steps in the format of another tool."""
+"""`weft export`: the steps of a run in another tool's format."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from weft.runtime.record.run_folder import events, read_json
 Events = list[dict[str, Any]]
 
 _BATCH = 1000
-"""MLflow servers take no more metrics at once."""
+"""The number of metrics that an MLflow server accepts at once."""
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder, as `weft train` makes it.")],
-    to: Annotated[str, typer.Option(help="tensorboard, mlflow or csv.")],
+    run: Annotated[Path, typer.Argument(help="A run folder made by `weft train`.")],
+    to: Annotated[str, typer.Option(help="Format: tensorboard, mlflow or csv.")],
     out: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Where to; by default inside RUN. For mlflow also an http(s) URI."),
+        typer.Option(metavar="PATH", help="Destination; inside RUN by default. For mlflow also an http(s) URI."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Hand a run's steps to TensorBoard, MLflow or a spreadsheet."""
+    """Export the steps of a run to TensorBoard, MLflow or CSV."""
     if to not in TARGETS:
         raise UserError(f"--to does not know '{to}'{nearest(to, TARGETS)}")
     write, name = TARGETS[to]
@@ -42,7 +42,7 @@ def export(
     place = out or str(run / name)
     if "://" in place and not (to == "mlflow" and place.startswith(("http://", "https://"))):
         may = "a path or an http(s) address" if to == "mlflow" else "a path"
-        raise UserError(f"--out is '{place}', but --to {to} writes to {may}; give one, or leave --out away")
+        raise UserError(f"--out is '{place}', but --to {to} writes to {may}; give one, or omit --out")
     try:
         rows = write(run, steps, place)
     except OSError as error:
@@ -54,13 +54,13 @@ def export(
 
 
 def _steps(run: Path) -> Events:
-    """The run's events, at least one."""
+    """The events of a run; at least one."""
     if not run.is_dir():
         what = "is not a folder" if run.exists() else "does not exist"
-        raise UserError(f"the run {run} {what}; give a run folder that `weft train` made, as in runs/NAME")
+        raise UserError(f"the run {run} {what}; give a run folder made by `weft train`, as in runs/NAME")
     steps = events(run)
     if not steps:
-        raise UserError(f"{run} holds no step; the run ended before its first, so train again")
+        raise UserError(f"{run} has no steps, because the run ended before its first; train again")
     return steps
 
 
@@ -69,12 +69,12 @@ def _counted(steps: Events, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _names(steps: Events) -> list[str]:
-    """Everything that was measured or logged in any step, in the order of its first appearance."""
+    """The names of all measured or logged values, in the order of first appearance."""
     return [name for name in dict.fromkeys(key for event in steps for key in event) if name != "step"]
 
 
 def _numbers(steps: Events) -> list[str]:
-    """What a tracker can draw: no text, and no `time_s`, which is its time axis."""
+    """The names of numeric values, without `time_s`, which is the time axis of a tracker."""
     kinds = {name: [event[name] for event in steps if event.get(name) is not None] for name in _names(steps)}
     return [n for n, values in kinds.items() if n != "time_s" and values and all(map(_is_number, values))]
 
@@ -84,7 +84,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _started_s(run: Path) -> float | None:
-    """When the run began, in seconds since 1970; events count from about there."""
+    """The start of the run in seconds since 1970; the times of events count from about then."""
     try:
         return float(timegm(strptime(read_json(run, "environment.json")["started"], "%Y-%m-%dT%H:%M:%SZ")))
     except (LookupError, TypeError, ValueError):
@@ -103,7 +103,7 @@ def _missing(package: str) -> UserError:
 
 
 def to_csv(run: Path, steps: Events, place: str) -> list[dict[str, Any]]:
-    """One line per step; a value that a step does not have is an empty cell. Replaces an earlier export."""
+    """One line per step, with an empty cell for a missing value. Replaces an earlier export."""
     path, names = Path(place), _names(steps)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -114,7 +114,7 @@ def to_csv(run: Path, steps: Events, place: str) -> list[dict[str, Any]]:
 
 
 def to_tensorboard(run: Path, steps: Events, place: str) -> list[dict[str, Any]]:
-    """One scalar per metric and step. Replaces, for TensorBoard's eyes, an earlier export to the same folder."""
+    """One scalar per metric and step. TensorBoard shows it instead of an earlier export to the same folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -129,17 +129,17 @@ def to_tensorboard(run: Path, steps: Events, place: str) -> list[dict[str, Any]]
 
 
 def to_mlflow(run: Path, steps: Events, place: str) -> list[dict[str, Any]]:
-    """A new MLflow run in the experiment `weft`, named after the folder."""
+    """A new MLflow run in the experiment `weft`, with the folder's name."""
     remote = "://" in place
     settings = {
-        # The file store needs nothing but mlflow-skinny (a database needs SQLAlchemy), but MLflow refuses it unless
-        # asked, since it gets no new features. Metrics and parameters are all that we want of it.
+        # The file store needs nothing but mlflow-skinny (a database needs SQLAlchemy). MLflow refuses it by default,
+        # since it gets no new features, but metrics and parameters are all that is needed here.
         "MLFLOW_ALLOW_FILE_STORE": "true",
-        # Importing MLflow reports to its makers over the network, which nobody asked us to do.
+        # Importing MLflow would otherwise send telemetry over the network.
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        # Standard output may carry our JSON.
+        # Standard output may carry JSON.
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        # A server that is not there is an answer after seconds, not minutes.
+        # A missing server fails within seconds, not minutes.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     }
@@ -156,7 +156,7 @@ def to_mlflow(run: Path, steps: Events, place: str) -> list[dict[str, Any]]:
             reason = str(error).splitlines()[0].rstrip(".")
             if remote and reason.startswith("API request"):
                 raise JobError(f"no MLflow server answers at {place}; start one, or give another --out") from None
-            raise JobError(f"MLflow does not take the run: {reason}; mend that, or give another --out") from None
+            raise JobError(f"MLflow rejects the run: {reason}; fix that, or give another --out") from None
 
 
 def _log_run(client: Any, run: Path, steps: Events) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def _log_run(client: Any, run: Path, steps: Events) -> list[dict[str, Any]]:
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Environment variables for a while; what the user has set stays as it is."""
+    """Set environment variables temporarily; variables that the user has set keep their value."""
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -207,4 +207,4 @@ TARGETS = {
     "mlflow": (to_mlflow, "mlruns"),
     "csv": (to_csv, "events.csv"),
 }
-"""For each --to: what writes it, and where in the run folder by default."""
+"""For each --to: the writer, and its default name in the run folder."""

@@ -1,4 +1,4 @@
-"""`weft join`: take a seat of a run that was started elsewhere; `weft key`: make the key that this takes."""
+"""`weft join`: join a run that was started elsewhere; `weft key`: make the key that this needs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REPLY_S = 60.0
 
 @app.command()
 def join(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the run, its --rendezvous.")],
-    key_file: Annotated[Path, typer.Option(help="The run's key, copied from where the run was started.")],
-    job: Annotated[Path | None, typer.Option(help="The job's script here, where it lies elsewhere.")] = None,
-    network: Annotated[str, typer.Option(help="As the run's own: trusted, or untrusted.")] = "untrusted",
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the run: its --rendezvous.")],
+    key_file: Annotated[Path, typer.Option(help="The run's key, copied from the machine that started it.")],
+    job: Annotated[Path | None, typer.Option(help="Path of the job's script, if it differs on this machine.")] = None,
+    network: Annotated[str, typer.Option(help="trusted or untrusted, as for the run itself.")] = "untrusted",
 ) -> None:
-    """Be a worker or a server of a run that waits for one, until it ends."""
+    """Join a run as the worker or server that it waits for, until the run ends."""
     if network not in ("trusted", "untrusted"):
         raise UserError(f"--network is '{network}', but must be trusted or untrusted")
     here = socket.gethostname()
@@ -43,7 +43,7 @@ def join(
         raise JobError(f"on {here}: {error}") from None
     except PeerLost as error:
         raise JobError(
-            f"no run answers at {address} from {here} ({error}); see that it is up, and --network alike"
+            f"no run answers at {address} from {here} ({error}); check that it is up and has the same --network"
         ) from None
     script = find_job(str(job) if job is not None else seat.job)
     what = f"server {seat.env['WEFT_SERVER']}" if "WEFT_SERVER" in seat.env else f"worker {seat.env['RANK']}"
@@ -66,6 +66,6 @@ def join(
 
 @app.command()
 def key(file: Annotated[Path, typer.Argument(help="A new file; copy it to every machine of the run.")]) -> None:
-    """Make a key for a run on several machines: whoever has it belongs to the run."""
+    """Make a key for a run on several machines. Any process that has it can join the run."""
     Key.make(file)
-    typer.echo(f"{file}: copy it to every machine of the run, and give it there with --key-file")
+    typer.echo(f"{file}: copy it to every machine of the run, and pass it there with --key-file")

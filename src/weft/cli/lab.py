@@ -1,4 +1,4 @@
-"""`weft lab`: an emulated cluster to look around in."""
+"""`weft lab`: an emulated cluster for interactive use."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from weft.lab import control_socket
 from weft.lab.cluster import Cluster
 from weft.units import Bandwidth
 
-lab = typer.Typer(help="An emulated cluster on this machine: hosts with shaped links, without root.")
+lab = typer.Typer(help="Emulate a cluster on this machine: hosts with shaped links, without root.")
 app.add_typer(lab, name="lab")
 
-NameOption = Annotated[str, typer.Option(help="Which lab, where there are several.")]
+NameOption = Annotated[str, typer.Option(help="Name of the lab, if there are several.")]
 
 
 @lab.command()
 def up(
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     name: NameOption = "lab",
     json: JsonOption = None,
 ) -> None:
-    """Start a cluster; it stays until `weft lab down`, or until this machine restarts."""
+    """Start a cluster. It runs until `weft lab down`, or until this machine restarts."""
     if not name or len(name) > 40 or not name.replace("-", "").isalnum():
         raise UserError(f"--name is '{name}', but must be up to 40 letters, digits and hyphens")
     cluster = Cluster(hosts, bandwidth, parse_links(link), name=name)
@@ -54,8 +54,8 @@ def up(
 
 @lab.command(context_settings={"ignore_unknown_options": True})
 def exec(  # the command's name
-    host: Annotated[int, typer.Argument(help="A host, from 0.")],
-    command: Annotated[list[str] | None, typer.Argument(help="What to run there; a shell by default.")] = None,
+    host: Annotated[int, typer.Argument(help="Number of the host, from 0.")],
+    command: Annotated[list[str] | None, typer.Argument(help="Command to run; a shell by default.")] = None,
     name: NameOption = "lab",
 ) -> None:
     """Run a command on a host of the cluster."""
@@ -70,7 +70,7 @@ def exec(  # the command's name
 
 @lab.command()
 def down(name: NameOption = "lab") -> None:
-    """End a cluster and whatever still runs on its hosts."""
+    """Stop a cluster and every process on its hosts."""
     _end(name)
 
 

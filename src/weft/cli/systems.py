@@ -1,4 +1,4 @@
-"""`weft systems`: what the surveys name, and which of it runs."""
+"""`weft systems`: the surveyed systems, and which of them run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.errors import UserError, nearest
 @app.command()
 def systems(
     name: Annotated[str | None, typer.Argument(help="One system, by id or alias.")] = None,
-    group: Annotated[str | None, typer.Option(help="Only this group.")] = None,
-    status: Annotated[str | None, typer.Option(help="Only these: runs, partly, planned or outside.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only systems of this group.")] = None,
+    status: Annotated[str | None, typer.Option(help="Only this status: runs, partly, planned or outside.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Show the surveyed systems; those with a strategy run with `weft train --system ID`."""
+    """List the surveyed systems. Those with a strategy run with `weft train --system ID`."""
     chosen = list(surveyed.catalogue()) if name is None else [surveyed.find(name)]
     for wanted, key in ((group, "group"), (status, "status")):
         known = {getattr(each, key) for each in surveyed.catalogue()}

@@ -41,47 +41,52 @@ _PLAIN_EVERY_S = 2.0
 @app.command(context_settings={"allow_interspersed_args": True})
 def train(
     job: Annotated[
-        str | None, typer.Argument(help="A script, or a bundled job: text, wide, vision; with --resume, none.")
+        str | None, typer.Argument(help="A script, or a bundled job: text, wide, vision; not needed with --resume.")
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(help="Options of the job itself, after --.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the job, after --.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option("-n", "--workers", help="Logical workers, in all; 1 by default, or one per host."),
+        typer.Option("-n", "--workers", help="Total number of logical workers; 1 by default, or one per host."),
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help='As in "bsp / ring / wfbp", or @file.toml.')] = None,
-    system: Annotated[str | None, typer.Option(help="A surveyed system's strategy (see `weft systems`).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    strategy: Annotated[str | None, typer.Option(help='Strategy, as in "bsp / ring / wfbp", or @file.toml.')] = None,
+    system: Annotated[str | None, typer.Option(help="Strategy of a surveyed system (see `weft systems`).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps to stop after.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of torch, numpy, random and the data order.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; by default a new one in runs/.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; a new one in runs/ by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
-        int | None, typer.Option(help="Processes that carry the workers; one each by default.")
+        int | None, typer.Option(help="Number of processes that carry the workers; one per worker by default.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines that take part.")] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machines meet: on node 0.")] = "",
+    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0,
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Rendezvous of the machines, on node 0.")] = "",
     key_file: Annotated[
-        Path | None, typer.Option(help="With parameter servers on several machines: their key (`weft key`).")
+        Path | None, typer.Option(help="Key for parameter servers on several machines (see `weft key`).")
     ] = None,
-    join: Annotated[int, typer.Option(help="So many processes, the last, are started elsewhere by `weft join`.")] = 0,
+    join: Annotated[
+        int,
+        typer.Option(help="Number of processes (the highest ranks) that will be started elsewhere with `weft join`."),
+    ] = 0,
     network: Annotated[
-        str, typer.Option(help="Between machines: trusted, or untrusted, where nothing goes unencrypted.")
+        str, typer.Option(help="Network between machines: trusted, or untrusted, which encrypts all traffic.")
     ] = "untrusted",
-    share_gpus: Annotated[bool, typer.Option("--share-gpus", help="Several processes on one GPU, over Gloo.")] = False,
-    hosts: Annotated[int | None, typer.Option(help="Emulate so many hosts, each with a link of its own.")] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Several processes share one GPU, with Gloo.")
+    ] = False,
+    hosts: Annotated[int | None, typer.Option(help="Number of emulated hosts, each with its own link.")] = None,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = False,
     save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; 500 by default, 0 for none at all.")
+        int | None, typer.Option(help="Steps between checkpoints; 500 by default, 0 for no checkpoints.")
     ] = None,
-    keep_last: Annotated[int, typer.Option(help="How many of the latest checkpoints are kept.")] = 2,
-    keep_every: Annotated[int, typer.Option(help="Keep those at multiples of so many steps for good.")] = 0,
+    keep_last: Annotated[int, typer.Option(help="Number of latest checkpoints to keep.")] = 2,
+    keep_every: Annotated[int, typer.Option(help="Keep checkpoints at multiples of this many steps for good.")] = 0,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with a run, from its latest whole checkpoint.")
+        Path | None, typer.Option(metavar="RUN", help="Resume a run from its latest complete checkpoint.")
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds to save and leave in, after SIGTERM.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds to save and exit after SIGTERM.")] = 30.0,
     json: JsonOption = None,
 ) -> None:
     """Train JOB on several workers under a strategy, and record the run in a folder."""
@@ -136,7 +141,7 @@ def train(
         row = _trained(spec, site, show, path, made)
     if row is None:
         return
-    if made and out is None and row["strategy"] != str(known):  # the job itself chose: its choice names the folder
+    if made and out is None and row["strategy"] != str(known):  # the job itself set the strategy; rename the folder
         folder = Path(row["folder"])
         row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))[0]))
     emit(row | {"rows": [row]}, json)
@@ -146,7 +151,7 @@ def train(
 def _trained(
     spec: Launch, site: AbstractContextManager[tuple[Seat, ...]], show: Console, job: Path, made: bool
 ) -> dict[str, Any] | None:
-    """Run it to its end. Returns the summary, where this is the machine that has it."""
+    """Run the job to its end. Returns the summary on the machine that has it, else None."""
     folder = spec.out or Path()
     try:
         if spec.node_rank == 0:
@@ -159,19 +164,19 @@ def _trained(
         raise
     except Terminated as error:
         there = found_in(folder / "checkpoints")
-        remedy = f"; go on with `weft train --resume {folder}`" if there else ""
+        remedy = f"; resume with `weft train --resume {folder}`" if there else ""
         _tidy(folder, made)
         raise Terminated(f"{job.stem} was {error}{remedy}") from None
 
 
 def _held(folder: Path) -> IO[bytes]:
-    """One launcher at a time: a run that is going on cannot be resumed beside itself."""
+    """Lock a run folder, so that a running run cannot be resumed at the same time."""
     with writing(folder):
         return hold(folder, "launch")
 
 
 def _hold_whole(held: ExitStack, run: Path) -> None:
-    """Hold a run that is to go on; a checkpoint that was being replaced is there again."""
+    """Lock a run that is to be resumed, and recover a checkpoint that was being replaced."""
     launched(run)
     held.enter_context(_held(run))
     with writing(run), hold(run, "run"):
@@ -179,7 +184,7 @@ def _hold_whole(held: ExitStack, run: Path) -> None:
 
 
 def _run_of(resume: Path) -> Path:
-    """The run folder, where it or one of its checkpoints is given."""
+    """The run folder, given it or one of its checkpoints."""
     return resume.absolute().parent.parent if (resume / "manifest.json").exists() else resume
 
 
@@ -193,7 +198,7 @@ def _site(
     nodes: int,
     server_hosts: tuple[int, ...],
 ) -> Iterator[tuple[Seat, ...]]:
-    """Where the processes sit: on an emulated cluster where one was asked for, else simply here."""
+    """The seats of the processes: on an emulated cluster if --hosts is given, else on this machine."""
     if hosts is None:
         if link or slow:
             raise UserError("--link and --slow are for an emulated cluster; add --hosts")
@@ -208,27 +213,27 @@ def _site(
         yield (*(slow_seat(seat, slowed.get(host)) for host, seat in enumerate(seats)), *cluster.seats(server_hosts))
         after = cluster.counters()
         if hosts > 1 and after == before:
-            raise JobError("nothing crossed the emulated links: the run's traffic went around them")
+            raise JobError("no traffic crossed the emulated links: the run bypassed them; run without --hosts")
 
 
 def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> Launch:
-    """The same run again, from its latest whole checkpoint, but for what the command line says otherwise."""
+    """The same run, resumed from its latest complete checkpoint; options on the command line take precedence."""
     run = _run_of(resume)
     before = launched(run)
     path = find_job(before.job)
     if asked.job and find_job(asked.job).resolve() != path.resolve():
-        raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; leave the job out, or start a new run")
+        raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; omit the job, or start a new run")
     if not asked.job:
         _check_trusted(before.job, path, run)
     alone = run != resume
     checkpoint, manifest, refused = (resume, verify(resume), []) if alone else newest(run / "checkpoints")
     for what in refused:
-        show.print(f"{what}; it is left out", markup=False)
-    show.print(f"going on after step {manifest.step}, from {checkpoint}", markup=False)
+        show.print(f"{what}; it is skipped", markup=False)
+    show.print(f"resuming after step {manifest.step}, from {checkpoint}", markup=False)
     show.print(f"the job is {' '.join([str(path), *(said['args'] or before.args)])}", markup=False)
     steps = asked.steps if asked.steps is not None else before.steps
     if steps is not None and manifest.step >= steps:
-        show.print(f"all of its {steps} steps were taken; for more give --steps", markup=False)
+        show.print(f"all {steps} steps are done; give a larger --steps to train on", markup=False)
     workers = said["workers"] or before.workers
     processes = asked.processes if asked.processes is not None else before.processes
     if said["workers"] and asked.processes is None:
@@ -251,26 +256,26 @@ def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> L
 
 
 def _check_trusted(job: str, path: Path, run: Path) -> None:
-    """Refuse to run a script that only the run folder names, where somebody else may have put it there."""
+    """Refuse to run a script that only the run folder names and that another user may have put there."""
     inside = path.resolve().is_relative_to(run.resolve())
     if jobs.path(job) is None and (inside or path.stat().st_uid != os.geteuid()):
         why = "lies in the run folder" if inside else "belongs to another user"
         raise UserError(
-            f"{run / 'launch.json'} names the job {path}, which {why}; where you trust it, name it yourself: "
+            f"{run / 'launch.json'} names the job {path}, which {why}; if you trust it, name it yourself: "
             f"weft train {path} --resume {run}"
         )
 
 
 def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
     if strategy is not None and system is not None:
-        raise UserError("--strategy and --system both name a strategy; give one of them")
+        raise UserError("--strategy and --system both name a strategy; give only one of them")
     if system is not None:
         return systems.strategy(system)
     return Strategy.parse(strategy) if strategy is not None else None
 
 
 def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> tuple[Path, bool]:
-    """The folder that was asked for, if it holds no run yet, or a new one in runs/; and whether it was made here."""
+    """The folder given with --out, if it holds no run yet, or a new one in runs/; and whether it was made here."""
     if out is not None:
         if node_rank > 0:
             return out, False
@@ -285,7 +290,7 @@ def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0)
 
 
 def _made(folder: Path) -> bool:
-    """Make a folder; whoever makes it has it."""
+    """Make a folder. Returns whether this call made it, so that two runs never share one."""
     with writing(folder):
         try:
             folder.mkdir(parents=True)
@@ -295,14 +300,14 @@ def _made(folder: Path) -> bool:
 
 
 def _tidy(folder: Path, made: bool) -> None:
-    """A folder that was made for a run without a single step goes away with it."""
+    """Remove a folder that was made for a run without a single step."""
     if not made or not folder.is_dir() or found_in(folder / "checkpoints"):
         return
     if any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.parent == Path("runs"):
-        with suppress(OSError):  # other runs are there
+        with suppress(OSError):  # other runs are in it
             folder.parent.rmdir()
 
 
@@ -319,7 +324,7 @@ def _print_summary(show: Console, row: dict[str, Any]) -> None:
 
 
 def _about_servers(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """How late gradients were, and who waited for whom."""
+    """The staleness of gradients, and the longest wait of a worker."""
     if not rows:
         return []
     seen = asynchrony(rows)
@@ -335,7 +340,7 @@ def _about_servers(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 class _Bar:
-    """Progress: a bar on a terminal, plain lines elsewhere; the workers' own lines carry their rank."""
+    """Progress: a bar on a terminal, plain lines elsewhere; lines of the workers carry their rank."""
 
     def __init__(self, show: Console, steps: int | None) -> None:
         self.show, self.steps, self.told = show, steps, 0.0

@@ -15,38 +15,38 @@ from weft.axis import Answer
 from weft.ops import Flow, Round, Spec
 
 State = dict[str, dict[str, Tensor]]
-"""What a compressor remembers, by parameter and then by its own key; never by bucket."""
+"""State that a compressor keeps between steps: by parameter, then by a key of its own; never by bucket."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter in a bucket. The exchange reads `grad` and writes `mean`, which may be the same memory."""
+    """One parameter in a bucket. The exchange reads `grad` and writes `mean`; both may be the same memory."""
 
     spec: Spec
     grad: Tensor
     mean: Tensor
     residual: Tensor | None = None
-    """Where somebody keeps account: the exchange leaves here what it did not send. May be `grad`'s memory."""
+    """Where error feedback is on: the exchange writes the unsent part here. May be the memory of `grad`."""
     residual_pending: bool = False
-    """Whether `residual` holds what was not sent before, which is to be sent with `grad`."""
+    """Whether `residual` holds the unsent part of earlier steps, to be sent together with `grad`."""
     fresh: Tensor | None = None
-    """Where `grad` holds what was owed before too: the gradient of this step alone."""
+    """The gradient of this step alone, where `grad` already includes the residual."""
     value: Tensor | None = None
-    """The parameter itself, in the order of `grad`; None where it does not lie in one piece."""
+    """The parameter itself, in the order of `grad`; None if it is not contiguous."""
     factors: tuple[Tensor, Tensor] | None = None
-    """(G, X) where `grad` ought to be G'X, as a linear layer's is; only for who asks for it."""
+    """(G, X) where `grad` should equal G'X, as for a linear layer; only for compressors with `factors`."""
 
     def due(self) -> Piece:
-        """With all that is to be sent in `grad`, added up in the memory of `residual`."""
+        """This piece with the residual added to `grad`, in the memory of `residual`."""
         if self.residual is None or not self.residual_pending:
             return self
         return replace(self, grad=self.residual.add_(self.grad), residual_pending=False, fresh=self.grad)
 
     def real(self) -> Piece:
-        """The same memory, in which complex values are pairs of real ones: compressors know real numbers alone."""
+        """The same memory with complex values viewed as pairs of real ones; compressors handle real numbers only."""
         if not self.spec.dtype.is_complex:
             return self
-        assert self.residual is None, "pieces are made real before anybody keeps account"
+        assert self.residual is None, "pieces are made real before residuals are attached"
         spec = self.spec.real()
         value = self.value.view(spec.dtype) if self.value is not None else None
         return Piece(spec, self.grad.view(spec.dtype), self.mean.view(spec.dtype), value=value)
@@ -54,14 +54,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that leave together: flat tensors of one dtype on one device."""
+    """Gradients that are exchanged together: flat tensors of one dtype on one device."""
 
     pieces: tuple[Piece, ...]
     flat: Tensor | None = None
-    """All of the pieces' `grad` as one tensor, where they lie side by side and are their own `mean`."""
+    """All of the pieces' `grad` as one tensor, if they are adjacent in memory and each is its own `mean`."""
 
     def real(self) -> Bucket:
-        """The same bucket for a compressor, which knows real numbers alone."""
+        """The same bucket viewed as real numbers, which is all that compressors handle."""
         if not self.pieces[0].spec.dtype.is_complex:
             return self
         pieces = tuple(piece.real() for piece in self.pieces)
@@ -70,31 +70,31 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where an exchange stands: the step and the logical rank; with the run's seed they name every random draw."""
+    """The step and the logical rank of an exchange. Together with the run's seed they determine every random draw."""
 
     step: int
     rank: int
     workers: int
     seed: int = 0
     momentum: float = 0.0
-    """The optimizer's, where the compressor claims it."""
+    """The optimizer's momentum, if the compressor claims it."""
     scratch_memory: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Memory that is used again in the next step; it holds nothing that matters."""
+    """Scratch memory, reused from step to step; its content is not meaningful."""
 
     def key(self, name: str, *, shared: bool = False) -> int:
-        """A number of 32 bits for random draws; (seed, step, rank, name) decide it: the same after any restart.
+        """A 32-bit key for random draws. It depends only on (seed, step, rank, name), so a restart draws the same.
 
-        `shared=True`: the same on every rank.
+        `shared=True`: the same key on every rank.
         """
         text = f"{self.seed}/{self.step}/{'all' if shared else self.rank}/{name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
 
     def generator(self, name: str, *, shared: bool = False) -> torch.Generator:
-        """PyTorch's own random numbers, from that key."""
+        """A PyTorch generator seeded with that key."""
         return torch.Generator().manual_seed(self.key(name, shared=shared))
 
     def scratch(self, what: str, piece: Piece, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Memory beside a parameter, kept from step to step; zeros at first."""
+        """Scratch memory for a parameter, reused from step to step; zero at first."""
         place = (self.rank, what, piece.spec.name, count, dtype)
         if place not in self.scratch_memory:
             self.scratch_memory[place] = torch.zeros(count, dtype=dtype, device=piece.grad.device)
@@ -103,9 +103,9 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Answer, ABC):
-    """How a bucket's gradients become payloads and their mean comes back.
+    """Turns the gradients of a bucket into payloads, and payloads into their mean.
 
-    Gradients are real: whoever calls hands over `bucket.real()` and `spec.real()`.
+    Gradients are real: callers pass `bucket.real()` and `spec.real()`.
     """
 
     axis: ClassVar[str] = "compression"
@@ -114,34 +114,34 @@ class Compressor(Answer, ABC):
     raw: ClassVar[bool] = False
     """Whether the payload is the gradient itself, so that a sum of payloads is the sum, and needs no `exchange`."""
     tracks_residual: ClassVar[bool] = False
-    """Whether it asks an inner compressor for what that did not send."""
+    """Whether it needs the inner compressor to report the unsent part."""
     has_residual: ClassVar[bool] = False
-    """Whether it remembers what it has not sent yet, as `residual`."""
+    """Whether it keeps the unsent part in its state, as `residual`."""
     fuses_residual: ClassVar[bool] = False
-    """Whether it takes pieces that are `behind`, and adds gradient and debt up by itself."""
+    """Whether it accepts pieces with a pending residual, and adds gradient and residual itself."""
     factors: ClassVar[bool] = False
-    """Whether it asks for what gradients are products of."""
+    """Whether it needs the factors that gradients are products of."""
     claims: ClassVar[tuple[str, ...]] = ()
-    """What it takes over from the optimizer."""
+    """Options that it takes over from the optimizer."""
 
     @property
     def approximates(self) -> bool:
-        """Whether what it sends is close to the gradient, so that the difference can be owed."""
+        """Whether the sent value approximates the gradient, so that the difference can be kept as a residual."""
         return True
 
     @property
     def unbiased(self) -> bool:
-        """Whether what it sends is the gradient on average over its random draws."""
+        """Whether the sent value equals the gradient in expectation over its random draws."""
         return self.lossless
 
     def error(self, x: Tensor, spec: Spec) -> float:
-        """The most that what is left out of a gradient can measure: the L2 norm of x - sent."""
+        """An upper bound of the L2 norm of the unsent part, x - sent."""
         return float(x.double().norm())
 
     @abstractmethod
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
-        """Yield Sum, All or Scatter until every piece's `mean` (and `residual`, where asked for) is written."""
+        """Yield Sum, All or Scatter until the `mean` of every piece (and `residual`, if not None) is written."""
 
     @abstractmethod
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
-        """The same operations as sizes, for a bucket of these parameters among so many workers."""
+        """The same collectives as sizes, for a bucket of these parameters and this number of workers."""

@@ -1,13 +1,14 @@
-"""Compressors whose payload has a known size and can be opened by anyone alone: encode, exchange, decode.
+"""Compressors with a code of known size that can be decoded on its own: encode, exchange, decode.
 
-Payloads that cannot be summed unopened travel in one of two ways, whichever moves fewer bytes (S: one worker's code):
+Codes cannot be summed before decoding. They travel in one of two ways, by bytes moved (S: the code of one worker):
 
-    gathered      everyone gets everyone's code: (n - 1) S, one round
-    two phases    everyone sends each owner its share; the owner opens, sums and encodes the sum, which all get:
-                  2 (n - 1) / n S, which does not grow with n, two rounds
+    gathered      every worker receives every code: (n - 1) S, one round
+    two phases    every worker sends each owner its share; the owner decodes, sums and encodes the sum for all:
+                  2 (n - 1) / n S, independent of n, two rounds
 
-An owner's own values need no code: they enter its sum as they are, with what it owes there, and what the sum's code
-leaves out is owed by it. So feedback works on both sides with one memory, and nothing is rounded twice on its way.
+An owner adds its own values without encoding them, together with its residual of that share, and keeps the encoding
+error of the sum as its new residual. Error feedback thus covers both phases with one memory, and no value is rounded
+twice.
 """
 
 from __future__ import annotations
@@ -28,42 +29,42 @@ from weft.errors import PayloadError
 from weft.ops import All, Flow, Round, Scatter, Spec
 
 A_ROUND = 16 * 1024
-"""Bytes that could travel in the time that one more round takes, as far as one parameter is to blame for it."""
+"""Bytes that travel in the time of one additional round, attributed to one parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Compressor):
-    """One parameter, or a share of it, at a time: flat values and the length of its rows."""
+    """Encodes one parameter, or a share of it, at a time: flat values and the length of its rows."""
 
     fuses_residual: ClassVar[bool] = True
 
     @abstractmethod
     def size(self, count: int, width: int) -> int:
-        """Bytes of the code of so many values in rows of `width`."""
+        """Bytes of the code for `count` values in rows of `width`."""
 
     @abstractmethod
     def encode(
         self, x: Tensor, code: Tensor, width: int, key: int, residual: Tensor | None, pending: bool = False
     ) -> None:
-        """Write the code of x, and where asked for what it leaves out. `key` names random numbers.
+        """Write the code of x, and the encoding error to `residual` if it is not None. `key` seeds random draws.
 
-        behind: what is owed already goes with x; only where there are fast functions for x.
+        `pending`: add the old residual to x first; only where kernels exist for x.
         """
 
     @abstractmethod
     def decode(self, code: Tensor, out: Tensor, width: int, add: bool) -> None:
-        """Write, or add, what a code stands for: the same bits everywhere."""
+        """Decode, and write or add to `out`. The bits are the same on every rank."""
 
     def grain(self, width: int) -> int:
-        """Values that a share does not divide."""
+        """The smallest number of values that a share is cut into."""
         return 8
 
     def counted(self, x: Tensor) -> Tensor:
-        """What one's own values count as in a sum."""
+        """A worker's own values as they enter a sum."""
         return x
 
     def settle(self, total: Tensor) -> None:
-        """What becomes of the sum, in place; by itself it is the mean."""
+        """Postprocess the sum in place. By default it is the mean."""
 
     # --- the exchange -----------------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class Coded(Compressor):
         for piece, part in zip(whole, code[mine:].split(sizes), strict=True):
             self._encode(piece, slice(None), part, ctx.key(piece.spec.name))
         everyone = yield All((code,))
-        for rank, (theirs,) in enumerate(everyone):  # in the order of ranks, so that every replica adds alike
+        for rank, (theirs,) in enumerate(everyone):  # in rank order, so that every replica adds in the same order
             for piece, share, part in _along(divided, shares, rank, theirs):
                 self._decode(part, piece, share.range, add=False)
             for piece, part in zip(whole, theirs[mine:].split(sizes), strict=True):
@@ -92,7 +93,7 @@ class Coded(Compressor):
         return state
 
     def _sum_mine(self, pieces: Sequence[Piece], shares: Sequence[Sequence[Share]], ctx: Context) -> Flow[None]:
-        """The first phase: my share of each parameter, opened and summed, in its mean's place."""
+        """The first phase: decode and sum this worker's share of each parameter, in the memory of `mean`."""
         sizes = _sent(shares, ctx.workers)
         parts = ctx.scratch("shares", pieces[0], sum(sizes)).split(sizes)
         for to in (rank for rank in range(ctx.workers) if rank != ctx.rank):
@@ -106,7 +107,7 @@ class Coded(Compressor):
                 self._decode(part, piece, share.range, add=True)
 
     def _begin(self, piece: Piece, range: slice) -> None:
-        """A sum's first term: my own values, and what I owe."""
+        """The first term of a sum: this worker's own values and its residual."""
         mine = piece.grad[range]
         if piece.residual is not None and piece.residual_pending:
             mine = torch.add(mine, piece.residual[range], out=piece.residual[range])
@@ -153,7 +154,7 @@ class Coded(Compressor):
         return Round(Scatter, sum(sent)), Round(All, max(sent) + whole)
 
     def _divides(self, spec: Spec, workers: int) -> bool:
-        """Whether a parameter travels in two phases; by itself, so that buckets change no result."""
+        """Whether a parameter travels in two phases. Decided per parameter, so that buckets do not change results."""
         gathered = (workers - 1) * self._bytes(spec, spec.numel)
         if gathered <= A_ROUND:
             return False
@@ -167,27 +168,27 @@ class Coded(Compressor):
         return [Share(slice(a, b), self._bytes(spec, b - a)) for a, b in itertools.pairwise(ends)]
 
     def _bytes(self, spec: Spec, count: int) -> int:
-        """A code takes up a multiple of eight bytes, so that the next one's numbers lie where numbers must."""
+        """Codes are padded to a multiple of eight bytes, so that the floats of the next code are aligned."""
         return -(-self.size(count, row(spec)) // 8) * 8 if count else 0
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a parameter that one worker sums, and the bytes of its code."""
+    """The range of a parameter that one worker sums, and the bytes of its code."""
 
     range: slice
     nbytes: int
 
 
 def _sent(shares: Sequence[Sequence[Share]], workers: int) -> list[int]:
-    """Bytes of all parameters' shares, for each worker."""
+    """Bytes of the shares of all parameters, for each worker."""
     return [sum(each[to].nbytes for each in shares) for to in range(workers if shares else 0)]
 
 
 def _along(
     pieces: Sequence[Piece], shares: Sequence[Sequence[Share]], of: int, code: Tensor
 ) -> Iterator[tuple[Piece, Share, Tensor]]:
-    """One worker's shares of all parameters, and where their codes lie, one behind the other."""
+    """One worker's shares of all parameters, each with its code; codes are adjacent in memory."""
     at = 0
     for piece, each in zip(pieces, shares, strict=True):
         yield piece, each[of], code[at : at + each[of].nbytes]
@@ -195,16 +196,16 @@ def _along(
 
 
 def row(spec: Spec) -> int:
-    """The length of a parameter's rows: a matrix has one for each output, a vector is one."""
+    """The length of a parameter's rows: a matrix has one row for each output, a vector is one row."""
     return max(1, math.prod(spec.shape[1:]) if len(spec.shape) > 1 else spec.numel)
 
 
 def numbers(code: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A code's first `count` floats, and the bytes behind them."""
+    """The first `count` floats of a code, and the bytes after them."""
     return code[: 4 * count].view(torch.float32), code[4 * count :]
 
 
 def put(value: Tensor, out: Tensor, add: bool) -> None:
-    """The plain end of a decoder."""
+    """Write or add decoded values, in plain PyTorch."""
     value = value.view(out.shape).to(out.dtype)
     out.add_(value) if add else out.copy_(value)

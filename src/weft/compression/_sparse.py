@@ -1,4 +1,4 @@
-"""Compressors that send some values with their places, as many as there are: first how many, then all of them."""
+"""Compressors that send a varying number of values with their indices: first the counts, then the payloads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from weft.ops import All, Flow, Round, Spec, nameable
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Compressor):
-    """Everyone gets everyone's values. Where all of a parameter's have one size, a place and a sign are enough."""
+    """Gathers the values of all workers. If all values of a parameter have one magnitude, index and sign suffice."""
 
     signed: ClassVar[bool] = False
-    """Whether the values of a parameter are plus or minus one number."""
+    """Whether all values of a parameter are plus or minus one number."""
 
     @abstractmethod
     def select(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Places in ascending order, and what is sent for each."""
+        """Indices in ascending order, and the value that is sent for each."""
 
     @abstractmethod
     def expected(self, spec: Spec) -> int:
-        """How many places are likely."""
+        """The expected number of values."""
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         pieces = bucket.pieces
@@ -42,7 +42,7 @@ class Sparse(Compressor):
         check_places(pieces, [self._places(payload) for payload in everyone], each)
         for piece in pieces:
             piece.mean.zero_()
-        for (_, scales), lengths, payload in zip(heads, each, everyone, strict=True):  # in the order of ranks
+        for (_, scales), lengths, payload in zip(heads, each, everyone, strict=True):  # in rank order
             self._add(pieces, lengths, scales, payload)
         return state
 
@@ -65,7 +65,7 @@ class Sparse(Compressor):
         return places, values
 
     def _scales(self, chosen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """One number for each parameter, where that is all there is to say about its values."""
+        """One magnitude for each parameter, if its values differ only in sign."""
         if not self.signed:
             return chosen[0][1].new_empty(0, dtype=torch.float32)
         return torch.stack([v[:1].abs().sum().float() for _, v in chosen])
@@ -93,7 +93,7 @@ class Sparse(Compressor):
 
 
 def counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:
-    """How many values of each parameter a payload says it holds; checked before there is room made for them."""
+    """The number of values of each parameter that a payload announces; checked before memory is allocated."""
     found: list[int] = counts.tolist()
     for piece, count in zip(pieces, found, strict=True):
         if not 0 <= count <= piece.spec.numel:
@@ -102,9 +102,9 @@ def counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:
 
 
 def check_places(pieces: Sequence[Piece], everyone: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> None:
-    """Refuse places outside of their parameters, of all payloads at once, before any value is added.
+    """Reject indices outside of their parameters, in all payloads at once, before any value is added.
 
-    `counts`: how many places each payload names, parameter by parameter; what lies behind them is not looked at.
+    `counts`: the number of indices in each payload, by parameter; bytes after them are ignored.
     """
     if pieces[0].mean.is_meta:
         return
@@ -114,4 +114,4 @@ def check_places(pieces: Sequence[Piece], everyone: Sequence[Tensor], counts: Se
     outside = (places < 0) | (places >= ends.to(places.device))
     if outside.any():
         first = int(outside.nonzero()[0])
-        raise PayloadError(f"a payload names place {int(places[first])} of a parameter with {int(ends[first])} values")
+        raise PayloadError(f"a payload has index {int(places[first])} of a parameter with {int(ends[first])} values")

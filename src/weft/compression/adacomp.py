@@ -15,16 +15,16 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adacomp(Sparse):
-    """In each small bin, what would pass the bin's largest value if it grew on as it did is sent [Chen et al. 2018].
+    """In each bin, sends the values that would exceed the bin's maximum after one more gradient [Chen et al. 2018].
 
-    G = owed + gradient; of a bin those go with |G + gradient| >= max|G|, as a sign times the mean of the bins' maxima.
-    4 bytes for each, gathered; a few in a bin. Meant to stand in error_feedback, whose memory is the paper's residue.
+    G = residual + gradient; values with |G + gradient| >= max|G| of their bin are sent, as a sign times the mean of the
+    bins' maxima. 4 bytes each, gathered; a few per bin. Use inside error_feedback, which holds the paper's residue.
     """
 
     signed: ClassVar[bool] = True
 
     bin: int = 500
-    """Values in a bin: the paper's L_T, 500 for dense and recurrent layers, 50 for convolutions."""
+    """Values per bin: the paper's L_T, 500 for dense and recurrent layers, 50 for convolutions."""
 
     def __post_init__(self) -> None:
         if self.bin < 1:

@@ -18,13 +18,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cast(Compressor):
-    """Gradients rounded to a narrower float: half the bytes, summed unopened [Micikevicius et al. 2018]."""
+    """Rounds gradients to a narrower float: half the bytes, summed without decoding [Micikevicius et al. 2018]."""
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """What goes on the wire: bf16 keeps the range of float32, fp16 three more bits of precision."""
+    """The dtype on the wire: bf16 has the range of float32, fp16 has three more bits of precision."""
 
     def error(self, x: Tensor, spec: Spec) -> float:
-        """Half a unit in the last place; fp16's smallest step is 2^-24, and beyond 65504 it is infinite."""
+        """Half a unit in the last place. The smallest step of fp16 is 2^-24, and beyond 65504 it is infinite."""
         info = torch.finfo(_DTYPES[self.dtype])
         if x.abs().max() > info.max:
             return math.inf

@@ -14,7 +14,7 @@ from weft.ops import Flow, Round, Spec, Sum
 @final
 @dataclass(frozen=True, kw_only=True)
 class Dense(Compressor):
-    """Gradients as they are."""
+    """Sends gradients uncompressed."""
 
     lossless: ClassVar[bool] = True
     raw: ClassVar[bool] = True

@@ -17,24 +17,24 @@ _FIRST = 0.25
 @final
 @dataclass(frozen=True, kw_only=True)
 class Dgc(Compressor):
-    """Deep gradient compression: the largest of what momentum has added up, worker by worker [Lin et al. 2018].
+    """Deep gradient compression: sends the largest values of locally accumulated momentum [Lin et al. 2018].
 
-    u = m u + g, v = v + u; the k largest of v are sent, and v and u become 0 there. m is the momentum of the loop's
-    SGD, which then steps without one; its weight decay has none either. In the first `warmup` steps more is sent: 1/4
-    of all values, then 1/16, and so on down to `ratio`.
+    u = m u + g, v = v + u; the k largest values of v are sent, and v and u are set to 0 there. m is the momentum of the
+    loop's SGD, which then runs without momentum; weight decay has no momentum either. The first `warmup` steps send
+    more: 1/4 of all values, then 1/16, and so on down to `ratio`.
     """
 
     claims: ClassVar[tuple[str, ...]] = ("momentum",)
     has_residual: ClassVar[bool] = True
 
     ratio: float = 0.001
-    """The share of each parameter's values that is sent."""
+    """The fraction of each parameter's values that is sent."""
     clip: float = math.inf
-    """The norm to which a gradient, as a mean over workers, is clipped before it is added up, by parameter."""
+    """Maximum norm of a parameter's gradient, as a mean over workers, before it is accumulated."""
     warmup: int = 0
-    """Steps until the ratio is reached; the paper's are four epochs."""
+    """Steps until `ratio` is reached; four epochs in the paper."""
     sampled: bool = False
-    """Let a sample tell from which size on values are sent."""
+    """Estimate the threshold from a sample."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -57,7 +57,7 @@ class Dgc(Compressor):
                     memory[key] = torch.zeros_like(piece.grad)
             grad = piece.grad
             if math.isfinite(self.clip):
-                most = self.clip * ctx.workers**-1.5  # a worker's share of a gradient that adds up as noise does
+                most = self.clip * ctx.workers**-1.5  # a worker's part of the norm, if gradients add up like noise
                 grad = grad * (most / grad.norm().clamp(min=most))
             memory["velocity"].mul_(ctx.momentum).add_(grad)
             due = memory["residual"].add_(memory["velocity"])
@@ -65,7 +65,7 @@ class Dgc(Compressor):
         top = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled)
         inner = top.exchange(Bucket(tuple(pieces)), state, ctx)
         asked = next(inner)
-        assert isinstance(asked, All), "top-k asks for everyone's values and places"
+        assert isinstance(asked, All), "top-k gathers values and indices"
         chosen = asked.payload[1].split([top.k(piece.spec.numel) for piece in pieces])
         for piece, places in zip(pieces, chosen, strict=True):
             state[piece.spec.name]["velocity"].index_fill_(0, places.long(), 0.0)
@@ -74,7 +74,7 @@ class Dgc(Compressor):
             inner.send(payloads)
         except StopIteration:
             return state
-        raise AssertionError("top-k asks once")
+        raise AssertionError("top-k has one round")
 
     def rounds(self, specs: Sequence[Spec], workers: int) -> tuple[Round, ...]:
         (last,) = Topk(ratio=self.ratio).rounds(specs, workers)

@@ -14,16 +14,16 @@ from weft.ops import Flow, Round, Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Compressor):
-    """What the inner compressor did not send is owed, and added to the next gradient [Seide et al. 2014].
+    """Adds the part that the inner compressor did not send to the next gradient [Seide et al. 2014].
 
-    Nothing is lost: owed(after) = grad + owed(before) - sent, each rounded once.
+    Nothing is lost: residual(after) = grad + residual(before) - sent, each rounded once.
     """
 
     tracks_residual: ClassVar[bool] = True
     has_residual: ClassVar[bool] = True
 
     inner: Compressor
-    """The lossy compressor to be made up for."""
+    """The lossy compressor whose error is fed back."""
 
     @property
     def unbiased(self) -> bool:

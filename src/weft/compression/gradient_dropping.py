@@ -15,14 +15,14 @@ _SAMPLE = 4096
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientDropping(Sparse):
-    """The smallest values are dropped, all but about 1 %; a sample tells where the line runs [Aji & Heafield 2017].
+    """Drops all but the largest values, about 1 %; a sample sets the threshold [Aji & Heafield 2017].
 
-    The threshold is a parameter's own (the paper's local one), the quantile `drop` of |x| in a sample of it. About
-    (1 - drop) d values of b bytes with 4-byte places, gathered. Meant to stand in error_feedback.
+    Each parameter has its own threshold (the paper's local one): the quantile `drop` of |x| in a sample. About
+    (1 - drop) d values of b bytes with 4-byte indices, gathered. Use inside error_feedback.
     """
 
     drop: float = 0.99
-    """The share of values that stay behind (the paper's R)."""
+    """The fraction of values that is dropped (the paper's R)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop < 1:

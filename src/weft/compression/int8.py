@@ -15,16 +15,16 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int8(Coded):
-    """Values rounded to one of 255 steps of their block's largest one [Dettmers 2016].
+    """Rounds each value to one of 255 levels of its block's maximum [Dettmers 2016].
 
-    q = round(x / s), s = max|x| / 127 over a block: d + 4 d / block bytes, and an error of at most s / 2 for each value
-    (s, and none on average, where rounding is random).
+    q = round(x / s), s = max|x| / 127 over a block: d + 4 d / block bytes. The error of a value is at most s / 2, or at
+    most s and zero in expectation with stochastic rounding.
     """
 
     block: int = 1024
-    """Values that share a scale."""
+    """Values that share one scale."""
     stochastic: bool = False
-    """Round up or down at random, so that the mean is right."""
+    """Round up or down at random, so that the expected value is exact."""
 
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:

@@ -16,18 +16,18 @@ Has = TypeVar("Has", Piece, Spec)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Compressor):
-    """Each kind of layer has a compressor of its own, told by its shape [Chen et al. 2018].
+    """Uses a separate compressor for each kind of layer, by the shape of the parameter [Chen et al. 2018].
 
     Matrices are dense and recurrent layers and embeddings, kernels are convolutions, vectors are biases and norms. Each
-    kind in a bucket has rounds of its own, one after the other.
+    kind in a bucket has its own rounds, one after the other.
     """
 
     matrices: Compressor
-    """Parameters of two dimensions."""
+    """For parameters of two dimensions."""
     kernels: Compressor = Dense()
-    """Parameters of three and more."""
+    """For parameters of three or more dimensions."""
     vectors: Compressor = Dense()
-    """Parameters of one dimension, or none."""
+    """For parameters of one dimension or none."""
 
     @property
     def unbiased(self) -> bool:

@@ -13,10 +13,10 @@ from weft.compression._coded import Coded, numbers, put
 @final
 @dataclass(frozen=True, kw_only=True)
 class Onebit(Coded):
-    """One bit for each value, and for each output's weights two numbers that stand for them [Seide et al. 2014].
+    """Sends one bit per value, and two reconstruction values for each output's weights [Seide et al. 2014].
 
-    A row's negative values become their mean, the others theirs: d / 8 bytes and 8 for each row. The paper's columns
-    are an output's weights, which PyTorch keeps as rows. Meant to stand in error_feedback.
+    The negative values of a row are decoded to their mean, the others to theirs: d / 8 bytes and 8 for each row. The
+    paper's columns are an output's weights, which PyTorch stores as rows. Use inside error_feedback.
     """
 
     def size(self, count: int, width: int) -> int:

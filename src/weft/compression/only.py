@@ -14,12 +14,12 @@ from weft.ops import Flow, Round, Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Only(Compressor):
-    """Only large parameters are compressed; small ones (biases, norms) go whole, where compressing wins nothing."""
+    """Compresses large parameters only; small ones (biases, norms) are sent dense, where compression gains nothing."""
 
     inner: Compressor
-    """What large parameters go through."""
+    """The compressor for large parameters."""
     min_numel: int = 1024
-    """Values from which on a parameter is large."""
+    """The size, in values, from which a parameter is large."""
 
     @property
     def approximates(self) -> bool:

@@ -16,16 +16,17 @@ from weft.ops import Flow, Round, Spec, Sum
 @final
 @dataclass(frozen=True, kw_only=True)
 class Powersgd(Compressor):
-    """A matrix as the product of two thin ones, by a power iteration from the last step's [Vogels et al. 2019].
+    """Approximates a matrix by a low-rank product, by power iteration from the previous step [Vogels et al. 2019].
 
-    P = sum of M Q', made orthonormal; Q = sum of P'M; the mean is P Q. Both are summed unopened: rank (rows + columns)
-    values. Vectors, and matrices for which that is no less, go whole, with P. Meant to stand in error_feedback.
+    P = sum of M Q', orthonormalized; Q = sum of P'M; the mean is P Q. Both are summed without decoding: rank (rows +
+    columns) values. Vectors, and matrices that would not shrink, are sent dense together with P. Use inside
+    error_feedback.
     """
 
     fuses_residual: ClassVar[bool] = True
 
     rank: int = 4
-    """Columns of the thin matrices."""
+    """The rank of the approximation."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -64,7 +65,7 @@ class Powersgd(Compressor):
         return (Round(Sum, first), Round(Sum, second)) if second else (Round(Sum, first),)
 
     def _shape(self, spec: Spec) -> tuple[int, int, int] | None:
-        """Rows, columns and rank, where that is less than the matrix."""
+        """Rows, columns and rank; None if the factors would be no smaller than the matrix."""
         rows, columns = _matrix(spec)
         rank = min(self.rank, rows, columns)
         return (rows, columns, rank) if rank * (rows + columns) < rows * columns else None
@@ -82,23 +83,23 @@ class Powersgd(Compressor):
 
 
 def _matrix(spec: Spec) -> tuple[int, int]:
-    """A parameter as a matrix: a row for each output."""
+    """A parameter as a matrix with one row for each output."""
     return (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else (1, spec.numel)
 
 
 def _all_of(piece: Piece) -> Tensor:
-    """What is to be sent of a parameter, after the first product."""
+    """The value to be sent, after the first product."""
     return (piece.residual if piece.residual is not None and piece.residual_pending else piece.grad).view(
         _matrix(piece.spec)
     )
 
 
 def _right(piece: Piece, q: Tensor) -> Tensor:
-    """The first product; what was owed before is added up with the gradient on the way."""
+    """The first product. A pending residual is added to the gradient on the way."""
     fast = kernels.of(piece.grad)
     if fast is None:
         m = piece.due().grad.view(_matrix(piece.spec))
-        return (m.clone() @ q.T).contiguous()  # where a matrix lies changes a library's last bits
+        return (m.clone() @ q.T).contiguous()  # the alignment of a matrix changes the last bits of a library's product
     m = piece.grad.view(_matrix(piece.spec))
     p = m.new_empty(m.shape[0], q.shape[0])
     fast.thin_right(m, q, p, piece.residual if piece.residual_pending else None)
@@ -115,7 +116,7 @@ def _left(m: Tensor, p: Tensor) -> Tensor:
 
 
 def _product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
-    """p q, its terms added in one order, so that every replica has the same bits; or what is left without it."""
+    """p q, with terms added in a fixed order, so that every replica has the same bits; or `taken_from` minus it."""
     fast = kernels.of(out)
     if fast is not None and (taken_from is None or kernels.of(taken_from)):
         fast.thin_product(p, q, out, taken_from)
@@ -127,7 +128,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Its columns, each made orthogonal to those before it and of length 1; zero where nothing is left."""
+    """The columns of a matrix, orthonormalized one after another; zero where a column depends on earlier ones."""
     if matrix.is_meta:
         return matrix
     wide = matrix.double()
@@ -138,9 +139,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def basis(products: Tensor) -> Tensor:
-    """Columns that make a matrix orthonormal, from the products of its columns: Gram-Schmidt, twice, on those alone.
+    """Coefficients that orthonormalize a matrix, from the Gram matrix of its columns: Gram-Schmidt, applied twice.
 
-    In float64, so that what is 10^-6 of a column's length is still told from nothing.
+    In float64, so that a remainder of 10^-6 of a column's length is still told from zero.
     """
     g, rank = products.tolist(), len(products)
     found: list[list[float]] = []

@@ -15,19 +15,19 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(Coded):
-    """Each value as one of s levels of its bucket's norm, at random so that the mean is right [Alistarh et al. 2017].
+    """Rounds each value at random to one of s levels of its bucket's norm, without bias [Alistarh et al. 2017].
 
-    sign(x) |x|_2 l / s with l = floor(s |x| / |x|_2 + u), u uniform in [0, 1). ceil(log2(2 s + 1)) bits for each value,
-    packed, and 4 bytes for each bucket; the paper's Elias code, which is shorter where most levels are 0, is not used.
-    With the largest value in the norm's place, as in the paper's experiments, levels lie closer and errors are smaller.
+    sign(x) |x|_2 l / s with l = floor(s |x| / |x|_2 + u), u uniform in [0, 1). ceil(log2(2 s + 1)) bits per value,
+    packed, and 4 bytes per bucket. The paper's Elias code, which is shorter if most levels are 0, is not used. With
+    norm=max, as in the paper's experiments, levels are closer together and errors are smaller.
     """
 
     levels: int = 16
-    """s: steps between zero and the norm."""
+    """s: the number of levels between zero and the norm."""
     bucket: int = 512
-    """Values that share a norm."""
+    """Values that share one norm."""
     norm: Literal["l2", "max"] = "l2"
-    """What the levels divide: a bucket's euclidean norm, or its largest value."""
+    """The scale of the levels: a bucket's Euclidean norm, or its largest absolute value."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
@@ -37,7 +37,7 @@ class Qsgd(Coded):
 
     @property
     def width(self) -> int:
-        """Bits for a value."""
+        """Bits per value."""
         return (2 * self.levels).bit_length()
 
     @property

@@ -16,16 +16,16 @@ from weft.ops import Flow, Round, Spec, Sum
 @final
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Of each parameter some values, the same places on every worker, drawn anew in each step [Stich et al. 2018].
+    """Sends values at random indices, the same on every worker, drawn anew in each step [Stich et al. 2018].
 
-    k = ceil(ratio d) values, one from each of k stretches of equal length, and no places, since a shared seed names
-    them; so they are summed unopened, and traffic does not grow with the number of workers.
+    k = ceil(ratio d) values, one from each of k intervals of equal length. A shared seed determines the indices, so
+    they are not sent, values are summed without decoding, and traffic does not grow with the number of workers.
     """
 
     ratio: float = 0.01
-    """The share of each parameter's values that is sent."""
+    """The fraction of each parameter's values that is sent."""
     scaled: bool = False
-    """Let each value stand for its stretch, so that the mean is right on average; not where the rest is owed."""
+    """Scale each value by the length of its interval, so that the result is unbiased; not inside error_feedback."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -61,7 +61,7 @@ class RandomK(Compressor):
         return (Round(Sum, sum(self._k(spec.numel) * spec.dtype.itemsize for spec in specs)),)
 
     def _places(self, piece: Piece, ctx: Context) -> tuple[Tensor, Tensor]:
-        """One place in each stretch, and the stretches' lengths."""
+        """One index in each interval, and the lengths of the intervals."""
         count, k = piece.spec.numel, self._k(piece.spec.numel)
         if piece.grad.is_meta:
             return (piece.grad.new_empty(k, dtype=torch.int64),) * 2

@@ -13,15 +13,15 @@ from weft.compression._coded import Coded, numbers, put
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sign(Coded):
-    """The sign of each value, one bit; each value moves the way most workers say [Bernstein et al. 2018].
+    """Sends the sign of each value, one bit; the majority of workers decides [Bernstein et al. 2018].
 
-    d / 8 + 4 bytes. The mean is -1 or 1 (1 where votes are even), so a learning rate of its own is needed. scaled: no
-    vote; signs count by the mean of |x|, which approximates the gradient and can stand in error_feedback
-    [Karimireddy et al. 2019].
+    d / 8 + 4 bytes. The result is -1 or 1 (1 in a tie), so it needs its own learning rate. scaled: signs are weighted
+    by the mean of |x| and averaged instead of put to a vote, which approximates the gradient and can be used inside
+    error_feedback [Karimireddy et al. 2019].
     """
 
     scaled: bool = False
-    """Send the mean of |x| along, and add up instead of voting."""
+    """Send the mean of |x| as well, and average instead of voting."""
 
     @property
     def approximates(self) -> bool:

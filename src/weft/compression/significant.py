@@ -15,17 +15,17 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Significant(Sparse):
-    """Only what would change a parameter enough is sent, compared with its value [Hsieh et al. 2017; Li et al. 2014].
+    """Sends only updates that are large relative to the parameter's value [Hsieh et al. 2017; Li et al. 2014].
 
-    |lr x| >= threshold / sqrt(step) |w|: Gaia's filter, whose threshold shrinks as updates do. How many pass depends on
-    gradient and model, 1 % is assumed; 8 bytes for each, gathered. Meant to stand in error_feedback, where small
-    changes add up until they count.
+    |lr x| >= threshold / sqrt(step) |w|: Gaia's filter, whose threshold decreases as updates do. The number of values
+    depends on gradient and model; 1 % is assumed. 8 bytes each, gathered. Use inside error_feedback, where small
+    changes accumulate until they are significant.
     """
 
     threshold: float = 0.01
-    """The relative change that counts in the first step."""
+    """The relative change that is significant in the first step."""
     lr: float = 0.1
-    """What turns a gradient into a change: the learning rate of plain SGD."""
+    """The factor from gradient to update: the learning rate of plain SGD."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "lr"):

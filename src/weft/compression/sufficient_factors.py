@@ -18,19 +18,20 @@ _CLOSE = {torch.float32: 1e-5, torch.float64: 1e-13}
 @final
 @dataclass(frozen=True, kw_only=True)
 class SufficientFactors(Compressor):
-    """A linear layer's gradient as the two thin matrices it is the product of [Xie et al. 2016; Chilimbi et al. 2014].
+    """Sends a linear layer's gradient as the two factors of its product [Xie et al. 2016; Chilimbi et al. 2014].
 
-    G'X, G: what came back to the layer's outputs, X: its inputs, a row for each sample of the batch. They are gathered
-    where that is less than a dense sum, n b (rows + columns) < 2 rows columns for batches of b, and all multiply; what
-    else there is goes dense. Exact but for the order of additions. A layer must run once in a step; whether G'X is the
-    gradient is asked of a random vector [Freivalds 1977], and one worker's no sends it dense.
+    The gradient is G'X, with G the gradient of the layer's outputs and X its inputs, one row per sample. Factors are
+    gathered where they are smaller than a dense sum, n b (rows + columns) < 2 rows columns for batches of b, and every
+    worker multiplies them; other gradients are sent dense. Exact up to the order of additions. A layer must run once in
+    a step. Each worker checks G'X against its gradient with a random vector [Freivalds 1977]; if one check fails, all
+    send that gradient dense.
     """
 
     lossless: ClassVar[bool] = True
     factors: ClassVar[bool] = True
 
     batch: int = 32
-    """Rows of a worker's factors, as far as plans go; what is sent follows what is there."""
+    """Rows of a worker's factors, for planning only; the sent factors have the actual number of rows."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -74,7 +75,7 @@ class SufficientFactors(Compressor):
         )
 
     def _rows(self, piece: Piece, ctx: Context) -> int:
-        """How many rows a parameter's factors have here; -1: its gradient is not their product."""
+        """The number of rows of a parameter's factors here; -1 if its gradient is not their product."""
         if piece.grad.is_meta:
             return self.batch if len(piece.spec.shape) == 2 else -1
         if piece.factors is None or piece.residual is not None or piece.grad.dtype not in _CLOSE:
@@ -89,11 +90,11 @@ class SufficientFactors(Compressor):
 
 
 def _counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:
-    """How many rows a worker's factors have, parameter by parameter; only a matrix has factors."""
+    """The number of rows of a worker's factors, by parameter; only a matrix has factors."""
     found: list[int] = counts.tolist()
     for piece, rows in zip(pieces, found, strict=True):
         if rows >= 0 and len(piece.spec.shape) != 2:
-            raise PayloadError(f"a payload announces factors of {piece.spec.name}, which is no matrix")
+            raise PayloadError(f"a payload announces factors of {piece.spec.name}, which is not a matrix")
     return found
 
 
@@ -102,7 +103,7 @@ def _pays(spec: Spec, batch: int, workers: int) -> bool:
 
 
 def _padded(piece: Piece, rows: int) -> Tensor:
-    """Both factors, as if they had so many rows."""
+    """Both factors, padded to this number of rows."""
     if piece.factors is None:
         return piece.grad.new_empty(rows * sum(piece.spec.shape))
     more = rows - len(piece.factors[0])

@@ -17,14 +17,14 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Terngrad(Coded):
-    """Each value as -s, 0 or s, at random so that the mean is right, in two bits [Wen et al. 2017].
+    """Rounds each value at random to -s, 0 or s, in two bits, without bias [Wen et al. 2017].
 
-    s = max|x| of the layer, after values are clipped to `clip` standard deviations; the odds of s are |x| / s. d / 4
-    and 4 bytes. Clipping is the one bias; clip=inf has none.
+    s = max|x| of the layer, after values are clipped to `clip` standard deviations; the probability of s is |x| / s.
+    d / 4 + 4 bytes. Clipping is the only bias; clip=inf has none.
     """
 
     clip: float = 2.5
-    """Standard deviations to which values are clipped; inf: not at all."""
+    """Standard deviations to which values are clipped; inf: no clipping."""
 
     def __post_init__(self) -> None:
         if not self.clip > 0:

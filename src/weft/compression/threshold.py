@@ -15,16 +15,16 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Sparse):
-    """Only values that have passed a fixed threshold are sent, as that threshold with their sign [Strom 2015].
+    """Sends only values beyond a fixed threshold, as the threshold with their sign [Strom 2015].
 
-    4 bytes for each: a place and a sign. How many there are depends on the gradient, 1 % is assumed; they are gathered,
-    so n - 1 times as much reaches each worker. Meant to stand in error_feedback, where small values add up.
+    4 bytes each: an index and a sign. Their number depends on the gradient; 1 % is assumed. They are gathered, so each
+    worker receives n - 1 times as much. Use inside error_feedback, where small values accumulate.
     """
 
     signed: ClassVar[bool] = True
 
     tau: float = 0.01
-    """What is sent, and from where on."""
+    """The threshold, which is also the magnitude that is sent."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tau < math.inf:

@@ -19,16 +19,16 @@ _SAMPLE = 16384
 @final
 @dataclass(frozen=True, kw_only=True)
 class Topk(Compressor):
-    """Of each parameter only the largest values, with their places [Aji & Heafield 2017; Lin et al. 2018].
+    """Sends only the largest values of each parameter, with their indices [Aji & Heafield 2017; Lin et al. 2018].
 
-    k = ceil(ratio d) values of b bytes and as many 4-byte indices; gathered, so n-1 times that reaches each worker:
-    it beats a dense ring while ratio < 2b / (n (b + 4)).
+    k = ceil(ratio d) values of b bytes and as many 4-byte indices; gathered, so each worker receives n - 1 times that:
+    smaller than a dense ring while ratio < 2b / (n (b + 4)).
     """
 
     ratio: float = 0.001
-    """The share of each parameter's values that is sent."""
+    """The fraction of each parameter's values that is sent."""
     sampled: bool = False
-    """Let a sample tell from which size on values are sent, up to k [Lin et al. 2018]; else exactly the k largest."""
+    """Estimate the threshold from a sample and send up to k values [Lin et al. 2018]; else exactly the k largest."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -45,7 +45,7 @@ class Topk(Compressor):
         check_places(bucket.pieces, [where for _, where in payloads], [counts] * len(payloads))
         for piece in bucket.pieces:
             piece.mean.zero_()
-        for theirs, where in payloads:  # in the order of ranks, so that every replica adds alike
+        for theirs, where in payloads:  # in rank order, so that every replica adds in the same order
             parts = zip(bucket.pieces, theirs.split(counts), where.split(counts), strict=True)
             for piece, value, at in parts:
                 fast = kernels.of(piece.mean)
@@ -56,7 +56,7 @@ class Topk(Compressor):
         return state
 
     def _choose(self, piece: Piece, values: Tensor, places: Tensor, ctx: Context) -> None:
-        """Write a parameter's values and places, and leave the others owed."""
+        """Write a parameter's largest values and their indices, and leave the others in the residual."""
         grad, k = piece.grad, values.numel()
         if grad.is_meta:
             return
@@ -64,7 +64,7 @@ class Topk(Compressor):
         if self.sampled and grad.numel() > _SAMPLE:
             found = self._above(grad, places, ctx.key(piece.spec.name))
             values[:found] = grad[places[:found]]
-            values[found:], places[found:] = 0, places[0]  # nothing more, of a place that is sent anyway
+            values[found:], places[found:] = 0, places[0]  # padding: zeros at an index that is sent anyway
         elif fast:
             found = fast.topk_encode(grad, ctx.scratch("candidates", piece, 2 * k + 1024, torch.int32), places, values)
         else:
@@ -77,7 +77,7 @@ class Topk(Compressor):
             piece.residual[places[:found]] = 0
 
     def _above(self, grad: Tensor, places: Tensor, key: int) -> int:
-        """The first places of values that are as large as the top ones of a sample; returns how many."""
+        """Write the first indices of values above the sample's threshold; returns their number."""
         stride = grad.numel() // _SAMPLE
         sample = grad[key % stride :: stride].abs()
         bar = sample.topk(max(1, round(self.ratio * sample.numel()))).values[-1]
@@ -93,5 +93,5 @@ class Topk(Compressor):
         return (Round(All, sum(self.k(spec.numel) * (spec.dtype.itemsize + 4) for spec in specs)),)
 
     def k(self, numel: int) -> int:
-        """How many values of a parameter are sent."""
+        """The number of values of a parameter that are sent."""
         return min(numel, math.ceil(self.ratio * numel))

@@ -15,14 +15,14 @@ from weft.ops import Spec
 @final
 @dataclass(frozen=True, kw_only=True)
 class Twobit(Coded):
-    """Values past a threshold are sent as that threshold, with their sign, in two bits [MXNet].
+    """Sends values beyond a threshold as the threshold with their sign, in two bits [MXNet].
 
-    d / 4 + 4 bytes, whatever the values. Meant to stand in error_feedback, as it does in MXNet: small values add up
-    there until they pass.
+    d / 4 + 4 bytes for any values. Use inside error_feedback, as in MXNet, where small values accumulate until they
+    pass the threshold.
     """
 
     threshold: float = 0.5
-    """What is sent, and from where on."""
+    """The threshold, which is also the magnitude that is sent."""
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
@@ -49,7 +49,7 @@ class Twobit(Coded):
 def ternary_encode(
     x: Tensor, scale: Tensor, codes: Tensor, residual: Tensor | None, pending: bool, key: int | None
 ) -> None:
-    """Each value as -scale, 0 or scale. With a key: at random, so that the mean is right below the scale."""
+    """Encode each value as -scale, 0 or scale. With a key: at random, so that values below the scale are unbiased."""
     fast = kernels.of(x)
     if fast:
         fast.ternary_encode(x, scale, codes, residual, pending, key)

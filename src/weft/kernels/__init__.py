@@ -1,7 +1,7 @@
-"""Fast paths: what compressors say in plain PyTorch, at the speed of memory.
+"""Kernels: the operations of compressors at the speed of memory.
 
-`of(tensor)` gives the fast functions for where a tensor lies, or None: then the plain path is taken, which always works
-and against which these are tested. `WEFT_KERNELS=plain` turns them off.
+`of(tensor)` returns the kernels for a tensor's device and dtype, or None. Compressors then use plain PyTorch, which
+always works and is the reference for testing. `WEFT_KERNELS=plain` turns kernels off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def of(tensor: Tensor) -> ModuleType | None:
-    """The fast functions for this tensor; they take float32 that lies in one piece."""
+    """The kernels for this tensor; they take contiguous float32."""
     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return None
     return _on(tensor.device.type)
@@ -34,7 +34,7 @@ def _on(device: str) -> ModuleType | None:
 
 
 def uniform(count: int, key: int, device: torch.device, start: int = 0) -> Tensor:
-    """Numbers in [0, 1) from a counter and a key of 32 bits: the same on every device, in every kernel."""
+    """Numbers in [0, 1) from a counter and a 32-bit key: the same on every device and in every kernel."""
     x = (torch.arange(start, start + count, device=device) * 0x9E3779B9 + key) & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
@@ -42,7 +42,7 @@ def uniform(count: int, key: int, device: torch.device, start: int = 0) -> Tenso
 
 
 def pack(codes: Tensor, width: int) -> Tensor:
-    """Codes of `width` bits, eight in `width` bytes; the last ones in as many bytes as they need."""
+    """Pack codes of `width` bits, eight into `width` bytes; the last group takes as many bytes as it needs."""
     count = codes.numel()
     eights = torch.nn.functional.pad(codes.to(torch.int64), (0, -count % 8)).view(-1, 8)
     words = (eights << (width * torch.arange(8, device=codes.device))).sum(1)
@@ -50,7 +50,7 @@ def pack(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The codes that `pack` was given."""
+    """The inverse of `pack`."""
     groups = -(-count // 8)
     eights = torch.nn.functional.pad(packed, (0, groups * width - packed.numel())).view(groups, width)
     words = torch.nn.functional.pad(eights, (0, 8 - width)).contiguous().view(torch.int64).view(-1)

@@ -1,4 +1,4 @@
-"""C++ sources of this package, compiled once for this machine where there is a compiler."""
+"""Compiles the C++ sources of this package once per machine, if there is a compiler."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def load(source: Path, flags: Sequence[str], without: str) -> ctypes.CDLL | None:
-    """The library made of one source; None where it cannot be had, and the log says what follows: `without`."""
+    """The library built from one source; None if it cannot be built. `without` names the consequence in the log."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        log.info("there is no C++ compiler, so %s", without)
+        log.info("no C++ compiler was found, so %s", without)
         return None
     try:
         return ctypes.CDLL(str(_built(source, compiler, flags)))
@@ -30,7 +30,7 @@ def load(source: Path, flags: Sequence[str], without: str) -> ctypes.CDLL | None
 
 
 def _built(source: Path, compiler: str, flags: Sequence[str]) -> Path:
-    """The library for this source, compiler and processor, from the user's cache or made there."""
+    """The library for this source, compiler and processor, from the user's cache or newly built."""
     about = [source.read_bytes(), " ".join([compiler, *flags]).encode(), _processor().encode()]
     name = f"{source.stem}-{hashlib.sha256(b'/'.join(about)).hexdigest()[:16]}.so"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"

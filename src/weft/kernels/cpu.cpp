@@ -1,6 +1,6 @@
 // Encoders and decoders at the speed of memory: one read of the gradient, everything else in the first-level cache.
-// Plain loops that compilers turn into vector code, and a few intrinsics where they do not. Nothing here is contracted into
-// fused multiply-adds, so that what is decoded has the same bits as PyTorch's own operations give.
+// Plain loops that compilers vectorize, and a few intrinsics where they do not. Multiply-adds are not fused, so that decoded
+// values have the same bits as PyTorch's own operations.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -152,7 +152,7 @@ template <bool ADD> static inline void spread(const uint8_t *bits, i64 n, float 
     }
 }
 
-// Where the rest of a block is owed already, it is added up there, and that is what is encoded.
+// The input of an encoder: x, or with a pending residual their sum, which is stored in the residual.
 static inline const float *due(const float *x, float *owed, int behind, i64 start, i64 n) {
     if (!behind) return x + start;
     for (i64 i = start; i < start + n; i++) owed[i] += x[i];
@@ -211,7 +211,7 @@ static void sign_rest(const float *x, i64 n, float up, float down, float *owed) 
     for (i64 i = 0; i < n; i++) owed[i] = x[i] - (std::signbit(x[i]) ? down : up);
 }
 
-// Packed signs of x (1: negative), and what they stand for: the mean of |x| where scaled, else 1, or 0 where all is zero.
+// Packed signs of x (1: negative), and their magnitude: the mean of |x| if scaled, else 1, or 0 if all values are zero.
 void sign_encode(const float *x, i64 n, uint8_t *bits, float *scale, int scaled, float *owed, int behind) {
     double total = 0;
     for (i64 start = 0; start < n; start += CHUNK) {
@@ -231,7 +231,7 @@ void sign_encode(const float *x, i64 n, uint8_t *bits, float *scale, int scaled,
     if (owed) sign_rest(behind ? owed : x, n, *scale, -*scale, owed);
 }
 
-// Each row's bits start at a byte of their own. values[2 r], values[2 r + 1]: what stands for row r's other and negative ones.
+// The bits of each row start at a new byte. values[2 r], values[2 r + 1]: the decoded value of row r's other and negative values.
 void onebit_encode(const float *x, i64 rows, i64 width, uint8_t *bits, float *values, float *owed, int behind) {
     i64 stride = (width + 7) / 8;
     for (i64 r = 0; r < rows; r++) {
@@ -395,7 +395,7 @@ void moments(const float *x, i64 n, double *found) {
 
 // --- thin matrices --------------------------------------------------------------------------------------------------------
 
-// p = m q', for thin q of `rank` rows: each value of m is read once. With `owed`: that is added to m, and left there.
+// p = m q', for thin q of `rank` rows: each value of m is read once. With a residual: the sum of both, which is stored in the residual.
 void thin_right(const float *m, i64 rows, i64 columns, const float *q, int rank, float *p, float *owed) {
     for (i64 r = 0; r < rows; r += 4) {
         int some = (int)std::min<i64>(4, rows - r);
@@ -475,9 +475,9 @@ void bf16_encode(const float *x, i64 n, uint16_t *out, float *owed) {
     }
 }
 
-// --- a few places -------------------------------------------------------------------------------------------------------
+// --- a few indices -------------------------------------------------------------------------------------------------------
 
-// Places, in ascending order, of values whose magnitude is at least `least`; returns how many, or -1 - (how many so far) where
+// Indices, in ascending order, of values whose magnitude is at least `least`; returns their number, or -1 - (number so far) if
 // there are more than `room`.
 static i64 places_of(const float *x, i64 n, uint32_t least, int32_t *places, i64 room) {
     i64 found = 0, i = 0;
@@ -502,14 +502,14 @@ static i64 places_of(const float *x, i64 n, uint32_t least, int32_t *places, i64
     return found;
 }
 
-// The first places of values of magnitude `least` and more; returns how many were written.
+// The first indices of values of magnitude `least` or more; returns the number written.
 i64 places_from(const float *x, i64 n, float least, int32_t *places, i64 room) {
     i64 found = places_of(x, n, magnitude(least), places, room);
     return found < 0 ? room : found;
 }
 
-// The k values of largest magnitude, with their places in ascending order; of equal ones the first. `candidates` has room for
-// `room` places, more than k + 16: a sample tells from which size on values are looked at.
+// The k values of largest magnitude, with their indices in ascending order; of equal ones the first. `candidates` has room for
+// `room` indices, more than k + 16: a sample gives the threshold for candidates.
 void topk_encode(const float *x, i64 n, i64 k, int32_t *candidates, i64 room, int32_t *places, float *values) {
     if (k == 0) return;
     std::vector<uint32_t> sample;
@@ -550,8 +550,8 @@ void topk_encode(const float *x, i64 n, i64 k, int32_t *candidates, i64 room, in
     for (i64 i = 0; i < k; i++) values[i] = x[places[i]];
 }
 
-// Adds values at their places. Places come from the wire: where one lies outside of the n values, nothing is written and the
-// result is 0. A negative place is a large one as an unsigned number.
+// Adds values at their indices. Indices come from the wire: if one is outside of the n values, nothing is written and the
+// result is 0. A negative index is large as an unsigned number.
 int sparse_add(const int32_t *places, const float *values, i64 k, float *out, i64 n) {
     uint32_t most = 0;
     for (i64 i = 0; i < k; i++) most = std::max(most, (uint32_t)places[i]);

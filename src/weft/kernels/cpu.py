@@ -1,6 +1,6 @@
-"""The functions of cpu.cpp for tensors in CPU memory, compiled once for this machine where there is a compiler.
+"""The functions of cpu.cpp for tensors in CPU memory, compiled once per machine if there is a compiler.
 
-A call lets go of Python's lock, so that the training loop runs on beside it.
+A call releases the GIL, so that the training loop continues in parallel.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be had, which is said once."""
-    loaded = load(_SOURCE, _flags(), "compressors take their plain path: right, and several times slower")
+    """The compiled functions; None if they cannot be built, which is logged once."""
+    loaded = load(_SOURCE, _flags(), "compressors use plain PyTorch: correct, but several times slower")
     for name, (result, arguments) in _SIGNATURES.items() if loaded else ():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _flags() -> list[str]:
-    """With WEFT_SANITIZE=1, AddressSanitizer and UBSan watch; libasan must then be preloaded into the process."""
+    """With WEFT_SANITIZE=1, build with AddressSanitizer and UBSan; libasan must be preloaded into the process."""
     return [*_FLAGS, *_WATCHED] if os.environ.get("WEFT_SANITIZE") == "1" else _FLAGS
 
 
@@ -64,7 +64,7 @@ def _at(tensor: Tensor | None) -> int | None:
 
 def _lib() -> ctypes.CDLL:
     found = library()
-    assert found is not None, "asked for only where it was built"
+    assert found is not None, "called only if the library was built"
     return found
 
 
@@ -90,7 +90,7 @@ def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, residual: 
 
 
 def thin_right(m: Tensor, q: Tensor, p: Tensor, residual: Tensor | None) -> None:
-    """p = m q'; with `residual`: (owed + m) q', and that is left there."""
+    """p = m q'; with `residual`: p = (residual + m) q', and residual + m is stored in `residual`."""
     _lib().thin_right(_at(m), *m.shape, _at(q), q.shape[0], _at(p), _at(residual))
 
 
@@ -101,7 +101,7 @@ def thin_left(m: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
-    """out = p q, or what is left of a matrix without that."""
+    """out = p q, or `taken_from` - p q."""
     _lib().thin_product(_at(p), _at(q), *out.shape, p.shape[1], _at(taken_from), _at(out))
 
 
@@ -157,19 +157,19 @@ def moments(x: Tensor) -> Tensor:
 
 
 def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
-    """The first places of values as large as that, as far as there is room; returns how many."""
+    """Write the first indices of values of at least this magnitude, as far as there is room; returns how many."""
     return int(_lib().places_from(_at(x), x.numel(), float(least), _at(places), places.numel()))
 
 
 def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:
-    """The places and values of the largest, as many as there is room for; `candidates` is scratch memory."""
+    """The indices and values of the largest values, as many as fit; `candidates` is scratch memory."""
     k = values.numel()
     _lib().topk_encode(_at(x), x.numel(), k, _at(candidates), candidates.numel(), _at(places), _at(values))
     return k
 
 
 def sparse_add(places: Tensor, values: Tensor, out: Tensor) -> None:
-    """Add values at their places in `out`; where a place lies outside of it, nothing is added."""
+    """Add values at their indices in `out`. If an index is outside of it, nothing is added."""
     assert places.dtype is torch.int32 and places.numel() == values.numel()
     if not _lib().sparse_add(_at(places), _at(values), places.numel(), _at(out), out.numel()):
-        raise PayloadError(f"a payload names a place outside of the {out.numel()} values that it is for")
+        raise PayloadError(f"a payload has an index outside of its parameter of {out.numel()} values")

@@ -1,7 +1,7 @@
-"""The functions of cpu.py for tensors on a GPU, in Triton: one read of the gradient, and nothing asked of the GPU.
+"""The functions of cpu.py for tensors on a GPU, in Triton: one read of the gradient, without synchronization.
 
-Decoders give the bits that plain PyTorch gives: nothing is contracted into fused multiply-adds there, and divisions
-round correctly. Only `topk_encode` and `places_from` ask for a number, of large parameters.
+Decoders give the same bits as plain PyTorch: multiply-adds are not fused, and divisions are correctly rounded. Only
+`topk_encode` and `places_from` synchronize, to read a count for large parameters.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["basis", "places_from", "thin_left", "thin_product", "thin_right", "t
 
 _TILE = 4096
 _ROW = 16384
-"""Values that a program may hold at once; longer rows are read twice."""
+"""Values that a program can hold at once; longer rows are read twice."""
 _A_WARP = 512
-"""Values that a warp holds, 16 in each thread."""
+"""Values per warp, 16 in each thread."""
 
 
-# --- in every kernel --------------------------------------------------------------------------------------------------
+# --- common functions -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _uniform(i, key):
-    """kernels.uniform: numbers in [0, 1) from a counter; the factors are its own, as signed numbers."""
+    """kernels.uniform: numbers in [0, 1) from a counter; the same factors, as signed integers."""
     x = (i * -1640531527 + key).to(tl.uint32, bitcast=True)
     x = ((x ^ (x >> 16)).to(tl.int32, bitcast=True) * -2048144789).to(tl.uint32, bitcast=True)
     x = ((x ^ (x >> 13)).to(tl.int32, bitcast=True) * -1028477387).to(tl.uint32, bitcast=True)
@@ -53,17 +53,17 @@ def _negative(v):
 
 @triton.jit
 def _reciprocal(s):
-    """1 / s, or 0 where that is no number."""
+    """1 / s, or 0 if that is not finite."""
     inverse = tl.div_rn(1.0, s)
     return tl.where(inverse <= 3.4e38, inverse, 0.0)
 
 
 @triton.jit
 def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr):
-    """Codes [rows, groups, some] of `width` bits, as bytes from `to`; `first`: each group's first byte; below `most`.
+    """Store codes [rows, groups, some] of `width` bits from `to`; `first`: each group's first byte; below `most`.
 
-    A group fills whole words of 4 bytes, which are stored at once, or has 8 codes in `width` bytes. Four codes lie in
-    one thread and are joined there; only those are shared out among words.
+    A group fills whole 4-byte words, which are stored at once, or has 8 codes in `width` bytes. Four codes are in one
+    thread and are combined there; only the combined codes move between threads.
     """
     k = tl.arange(0, some)[None, None, :] * width
     if width * some % 32 == 0:
@@ -76,7 +76,7 @@ def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr
             part = tl.where((k < 32 * w + 32) & (k + 4 * width > 32 * w), (quads << up) >> down, 0)
             word, at = tl.sum(part, axis=2), first + 4 * w
             tl.store(to4 + at // 4, word, mask=at + 4 <= most)
-            for b in tl.static_range(3):  # where a code ends within a word
+            for b in tl.static_range(3):  # the code ends within a word
                 tl.store(to + at + b, (word >> (8 * b)).to(tl.uint8), mask=(at + 4 > most) & (at + b < most))
     elif width == 1:
         tl.store(to + first, tl.sum(code << k, axis=2).to(tl.uint8), mask=first < most)
@@ -87,14 +87,14 @@ def _store_packed(code, to, first, most, width: tl.constexpr, some: tl.constexpr
 
 
 def _group(width: int, row: int) -> int:
-    """How many codes are packed together: as many as fill whole words of 4 bytes, where rows have room for that."""
+    """The number of codes packed together: as many as fill whole 4-byte words if rows are divisible by it, else 8."""
     some = 32 // math.gcd(width, 32)
     return some if row % some == 0 else 8
 
 
 @triton.jit
 def _load_packed(codes, i, most, width: tl.constexpr):
-    """The codes with the numbers i."""
+    """Load the codes with indices i."""
     bit = (i % 8) * width
     at = i // 8 * width + bit // 8
     pair = tl.load(codes + at, mask=at < most, other=0).to(tl.int32)
@@ -111,14 +111,14 @@ def _put(out, at, value, inside, add: tl.constexpr):
 
 
 def _shape(width: int, most: int = _ROW) -> tuple[int, int, int]:
-    """How rows of this width are held: so many at once, so many values of each, by so many warps."""
+    """The tile for rows of this width: the number of rows, the values of each, and the number of warps."""
     tile = max(8, min(most, triton.next_power_of_2(width)))
     rows = max(1, _A_WARP // tile)
     return rows, tile, rows * tile // _A_WARP
 
 
 def _signed(key: int | None) -> int:
-    """A key of 32 bits as the number of 32 bits that Triton takes."""
+    """A 32-bit key as the signed 32-bit integer that Triton takes."""
     key = key or 0
     return key - (1 << 32) if key >= 1 << 31 else key
 
@@ -259,7 +259,7 @@ def sign_encode(x: Tensor, bits: Tensor, scale: Tensor, scaled: bool, residual: 
 
 @triton.jit
 def _onebit_tile(x, bits, residual, row, here, width, begin, pending: tl.constexpr, tile: tl.constexpr):
-    """Some of each row's values, whose bits are stored; and what they add up to."""
+    """A part of each row: stores its sign bits and returns its values and partial sums."""
     group = tl.arange(0, tile // 8)[None, :]
     column = begin + group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     inside = (column < width) & here[:, None, None]
@@ -354,7 +354,7 @@ def onebit_decode(bits: Tensor, values: Tensor, width: int, out: Tensor, add: bo
 
 @triton.jit
 def _shrink(most):
-    """What keeps squares in range."""
+    """A scale that keeps squares in range."""
     inverse = tl.div_rn(1.0, most)
     return tl.where((most > 1e15) | (most < 1e-15), tl.where(inverse <= 3.4e38, inverse, 0.0), 1.0)
 
@@ -403,7 +403,7 @@ def _qsgd_encode(
     rows: tl.constexpr,
     tile: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * rows  # from here on, places count from this program's first bucket
+    first = tl.program_id(0).to(tl.int64) * rows  # offsets below count from this program's first bucket
     x += first * bucket
     codes += first * (bucket * width // 8)
     norms += first

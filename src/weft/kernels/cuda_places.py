@@ -1,4 +1,4 @@
-"""The largest values of a tensor on a GPU, and their places."""
+"""The largest values of a tensor on a GPU, and their indices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 _TILE = 1024
 _FEW = 1 << 17
-"""Values up to which PyTorch's own selection is quick enough."""
+"""Size up to which PyTorch's own selection is fast enough."""
 _SAMPLE = 1 << 16
 
 
@@ -32,7 +32,7 @@ def _collect(x, least, ends, counts, places, room, count, tile: tl.constexpr):
 
 
 def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
-    """The first places of values as large as that, as far as there is room; returns how many there are, or the room."""
+    """Write the first indices of values with magnitude `least` or more; returns how many, at most the room."""
     return min(places.numel(), _places_from(x, least, places))
 
 
@@ -46,9 +46,9 @@ def _places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
 
 
 def topk_encode(x: Tensor, candidates: Tensor, places: Tensor, values: Tensor) -> int:
-    """The places and values of the largest, as many as there is room for; `candidates` is scratch memory.
+    """The indices and values of the largest values, as many as fit; `candidates` is scratch memory.
 
-    Of a large parameter a sample tells from which size on values are looked at; where it misleads, all are.
+    For a large parameter a sample gives a threshold for candidates; if it selects too few or too many, all are ranked.
     """
     k = values.numel()
     among = None

@@ -38,7 +38,7 @@ def _thin_right(
 
 
 def thin_right(m: Tensor, q: Tensor, p: Tensor, residual: Tensor | None) -> None:
-    """p = m q'; with `residual`: (owed + m) q', and that is left there."""
+    """p = m q'; with `residual`: p = (residual + m) q', and residual + m is stored in `residual`."""
     (height, width), rank = m.shape, q.shape[0]
     ranks = triton.next_power_of_2(rank)
     rows = max(1, 16 // ranks)
@@ -62,7 +62,7 @@ def _thin_left(
     column = tl.program_id(0) * tile + tl.arange(0, tile)[None, None, :]
     k = tl.arange(0, ranks)[None, :, None]
     total = tl.zeros([rows, ranks, tile], tl.float32)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * slab  # the last rows are in the cache
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * slab  # from the last rows, which are cached
     for begin in range(0, slab, rows):
         row = first + begin + tl.arange(0, rows)[:, None, None]
         v = tl.load(m + row * width + column, mask=(row < height) & (column < width), other=0.0)
@@ -113,7 +113,7 @@ def _thin_product(
 
 
 def thin_product(p: Tensor, q: Tensor, out: Tensor, taken_from: Tensor | None = None) -> None:
-    """out = p q, or what is left of a matrix without that."""
+    """out = p q, or `taken_from` - p q."""
     (height, width), rank = out.shape, p.shape[1]
     rows, tile, rest = 4, 1024, taken_from is not None
     grid = (triton.cdiv(height, rows) * triton.cdiv(width, tile),)

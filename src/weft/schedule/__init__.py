@@ -12,50 +12,50 @@ from weft.ops import Round, Spec
 from weft.profile import Measured
 
 Rounds = Callable[[Sequence[Spec]], tuple[Round, ...]]
-"""What exchanging a bucket of these parameters takes, as sizes."""
+"""The collectives that a bucket of these parameters needs, as sizes."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A turn on the wire: of this bucket's round, one of so many parts."""
+    """One part of one round of a bucket, in the order in which parts are issued."""
 
     bucket: int
     round: int
     part: int = 0
     parts: int = 1
     nbytes: int = 0
-    """The part's share of one worker's payload; counts against the timetable's credit."""
+    """The part's share of one worker's payload; counted against the timetable's credit."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Which parameters leave together, and one order of turns: the same on every rank, fixed ahead."""
+    """The buckets, and one order of slots: fixed in advance and identical on every rank."""
 
     buckets: tuple[tuple[Spec, ...], ...]
     slots: tuple[Slot, ...]
     credit: float = float("inf")
-    """Bytes that may be on the wire at once; a single part always may."""
+    """Bytes that may be on the wire at once; a single part is always allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Answer, ABC):
-    """Makes a timetable of the parameters, given in the order in which backward finishes them."""
+    """Makes a timetable for the parameters, given in the order in which backward finishes them."""
 
     axis: ClassVar[str] = "schedule"
     learns: ClassVar[bool] = False
-    """Whether its timetable follows from what the first steps show."""
+    """Whether its timetable depends on measurements of the first steps."""
     defers: ClassVar[bool] = False
     """Whether each parameter is updated when its gradient arrives, while the next forward already runs."""
     overlaps: ClassVar[bool] = True
-    """Whether gradients leave while backward still runs."""
+    """Whether gradients are sent while backward still runs."""
     by_key: ClassVar[bool] = True
-    """Whether it works with servers, where parameters come and go by themselves, in no order that all share."""
+    """Whether it works with servers, where parameters are pushed and pulled individually, without a shared order."""
 
     @property
     def key_bytes(self) -> tuple[int, int]:
-        """With servers: parameters smaller than the first travel together, what is larger than the second is cut."""
+        """With servers: parameters below the first size share a message; those above the second are cut."""
         return 1, 4 * 2**20
 
     @abstractmethod
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
-        """A round waits for the one before it in its bucket. `seen` is None until the first steps are over."""
+        """Each round waits for the previous round of its bucket. `seen` is None until calibration is complete."""

@@ -1,4 +1,4 @@
-"""The order of rounds that schedules without priorities share."""
+"""The order of rounds for schedules without priorities."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from weft.ops import Spec
 from weft.schedule import Rounds, Slot, Timetable
 
 SMALL = 64 * 2**10
-"""Bytes below which a parameter is not worth a message of its own to a server."""
+"""Bytes below which a parameter does not get its own message to a server."""
 
 
 def wave(groups: Iterable[Sequence[Spec]], rounds: Rounds) -> Timetable:
-    """Buckets start one after another; before each start, those under way take their next round."""
+    """Buckets start one after another. Before each start, every bucket in progress takes its next round."""
     buckets = [bucket for group in groups for bucket in of_one_dtype(group)]
     sizes = [rounds(bucket) for bucket in buckets]
     longest = max((len(each) for each in sizes), default=0)
@@ -26,5 +26,5 @@ def wave(groups: Iterable[Sequence[Spec]], rounds: Rounds) -> Timetable:
 
 
 def of_one_dtype(group: Sequence[Spec]) -> list[tuple[Spec, ...]]:
-    """A bucket has one dtype, so mixed groups are divided."""
+    """Divide a group by dtype, since a bucket has one dtype."""
     return [tuple(spec for spec in group if spec.dtype == dtype) for dtype in dict.fromkeys(s.dtype for s in group)]

@@ -14,19 +14,19 @@ from weft.units import Size
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fused(Schedule):
-    """Wait-free backpropagation with small parameters merged into buckets [Sergeev & Del Balso 2018]."""
+    """Wait-free backpropagation with small parameters fused into buckets [Sergeev & Del Balso 2018]."""
 
     bucket: Size = Size(25 * 2**20)
-    """A bucket closes when it holds this much."""
+    """The size at which a bucket is closed."""
     first: Size = Size(2**20)
-    """The first bucket closes earlier, so that the wire is not idle while backward starts."""
+    """The size at which the first bucket is closed; smaller, so that the wire is not idle at the start of backward."""
 
     alone: Size = Size(4 * 2**20)
-    """A parameter of this size gains nothing from company: it leaves by itself, straight from its gradient's memory."""
+    """A parameter of this size or larger has a bucket of its own and is sent from its gradient's memory, uncopied."""
 
     def __post_init__(self) -> None:
         if self.bucket < 1 or self.first < 1 or self.alone < 1:
-            raise ValueError("a bucket holds at least 1B")
+            raise ValueError("bucket, first and alone must be at least 1B")
 
     @property
     def key_bytes(self) -> tuple[int, int]:

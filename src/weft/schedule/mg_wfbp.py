@@ -12,22 +12,22 @@ from weft.schedule import Rounds, Schedule, Timetable
 from weft.schedule._wave import wave
 
 _WORTH = 0.01
-"""The share of a parameter's own time that sharing a start must save; what fewer groups may cost of the whole time."""
+"""Tolerance: the fraction of a parameter's time that merging must save, and that fewer buckets may add to the total."""
 _MOST_GROUPS = 64
-"""Where more are needed, the soonest end is taken, however many groups it has."""
+"""If more buckets are needed, the earliest end is taken, with any number of buckets."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MgWfbp(Schedule):
-    """Wait-free backpropagation with neighbours merged where that ends the exchange soonest [Shi et al. 2019].
+    """Wait-free backpropagation with adjacent parameters merged to minimize the end time [Shi et al. 2019].
 
     From measured times: C(0) = 0, C(i) = min over j < i of max(C(j), ready(i)) + T(bytes of j+1..i), where T is the
-    sum's time and, for more than one parameter, that of moving them together. Exact for any T that never falls; the
-    paper's greedy rule needs a straight line. Of all choices that end within a percent of the soonest, the fewest
-    groups are taken: each costs processor time, which T does not show. A parameter whose sum takes a hundred starts is
-    not merged: sharing one would win less than a percent of it, and moving it beside others' work costs more than it
-    does on idle cores. Until the first steps have shown the times, each parameter goes alone.
+    all-reduce time plus, for more than one parameter, the time to copy them into a bucket. Exact for any non-decreasing
+    T; the paper's greedy rule requires a linear T. Among all solutions within one percent of the earliest end, the one
+    with the fewest buckets is taken, since each bucket costs processor time that T does not include. A parameter is not
+    merged if its all-reduce takes more than a hundred times the latency: merging would save less than a percent, and
+    copying it beside other work costs more than on idle cores. Before calibration each parameter is sent on its own.
     """
 
     learns: ClassVar[bool] = True
@@ -42,9 +42,9 @@ class MgWfbp(Schedule):
 
 
 def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost, fill_s: float = 0.0) -> list[int]:
-    """Where each group ends: the fewest groups with which the last is through within `_WORTH` of the soonest end.
+    """The end index of each bucket: the fewest buckets that end within `_WORTH` of the earliest possible end.
 
-    Parameters with a start below `_WORTH` of their own sum's time stay alone.
+    Parameters whose latency is below `_WORTH` of their all-reduce time are not merged.
     """
     count = len(sizes)
     ready, at = numpy.asarray(ready_s), numpy.arange(count + 1)
@@ -53,7 +53,7 @@ def merged(ready_s: Sequence[float], sizes: Sequence[int], cost: Cost, fill_s: f
     before = numpy.concatenate([[0.0], numpy.cumsum(sizes, dtype=float)])
     group = numpy.maximum(before[1:, None] - before[None, :-1], 0.0)
     several = at[:-1] < at[1:, None] - 1
-    takes = cost.seconds(group) + fill_s * group * several  # a parameter alone leaves from where it lies
+    takes = cost.seconds(group) + fill_s * group * several  # a single parameter is not copied
     takes[several & (large[1:, None] > large[:-1])] = numpy.inf
     takes[at[:-1] >= at[1:, None]] = numpy.inf
 

@@ -13,34 +13,34 @@ from weft.units import Size
 
 _LEAST = 64 * 2**10
 _STARTS = 0.05
-"""The share of a step's longer side, computing or sending, that may be spent on starting exchanges."""
+"""The fraction of a step's longer side, compute or communication, that may be spent on latency."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Priority(Schedule):
-    """Parameters are cut into parts, and the front layers' parts go first, since the next forward needs them first.
+    """Cuts parameters into parts and sends the front layers' parts first, since the next forward needs them first.
 
-    Each parameter is updated when its gradient has arrived, and the next forward starts before the last part is
-    through [Jayarajan et al. 2019, Peng et al. 2019]. Bound: max(computing, wire), and while the wire is the longer,
-    the way from the last layer's update to its next gradient on top. The order is worked out ahead, on every rank
-    alike, from what the first steps have shown.
+    Each parameter is updated when its gradient has arrived, and the next forward starts before the last part has
+    arrived [Jayarajan et al. 2019, Peng et al. 2019]. Bound: max(compute, wire); while the wire is the longer of the
+    two, the time from the last layer's update to its next gradient is added. The order is computed in advance from
+    calibration, identically on every rank.
     """
 
     learns: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
     partition: Size = Size(4 * 2**20)
-    """Payloads are cut into parts of at most this size, so that none holds up a more urgent one for long."""
+    """The largest part; smaller parts let urgent ones overtake sooner."""
     credit: Size = Size(16 * 2**20)
-    """So much may be on the wire at once: enough to keep it busy, little enough to let urgent parts through."""
+    """Bytes on the wire at once: enough to keep it busy, few enough to let urgent parts overtake."""
     least: Size = Size(_LEAST)
-    """Neighbours that are smaller than this leave together, so that they do not each pay the latency. The default grows
-    where the first steps show that starts would take long; any other value stays."""
+    """Adjacent parameters smaller than this share a bucket, so that latency is paid once. The default grows where
+    calibration shows that latency would take too long; any other value is used as given."""
 
     def __post_init__(self) -> None:
         if self.partition < 1 or self.credit < 1 or self.least < 1:
-            raise ValueError("partition, credit and least are at least 1B")
+            raise ValueError("partition, credit and least must be at least 1B")
 
     @property
     def key_bytes(self) -> tuple[int, int]:
@@ -55,12 +55,12 @@ class Priority(Schedule):
         else:
             ready = [max(seen.ready_s[spec.name] for spec in bucket) for bucket in buckets]
             at_once = max(1, self.credit // self.partition)
-            busy_s = float(seen.cost.seconds(self.partition * at_once)) / at_once  # parts on the wire share its latency
+            busy_s = float(seen.cost.seconds(self.partition * at_once)) / at_once  # parts in flight share the latency
             order = front_first(turns, ready, busy_s / self.partition)
         return Timetable(tuple(buckets), tuple(order), credit=self.credit)
 
     def _least(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None) -> int:
-        """`least`, or more: so much that all starts together take a small share of backward or of the wire's time."""
+        """`least`, doubled until all latencies together take a small fraction of backward or of the wire's time."""
         least = int(self.least)
         if seen is None or least != _LEAST:
             return least
@@ -71,7 +71,7 @@ class Priority(Schedule):
         return least
 
     def _turns(self, number: int, bucket: Sequence[Spec], rounds: Rounds) -> list[list[Slot]]:
-        """A bucket's rounds, each cut into parts."""
+        """The rounds of a bucket, each cut into parts."""
         turns = []
         for turn, each in enumerate(rounds(bucket)):
             parts = 1 if each.op is Scatter else max(1, -(-each.nbytes // self.partition))
@@ -80,7 +80,7 @@ class Priority(Schedule):
 
 
 def _groups(specs: Sequence[Spec], least: int) -> list[list[Spec]]:
-    """Neighbours that are smaller than `least`, together."""
+    """Merge adjacent parameters that are smaller than `least`."""
     groups: list[list[Spec]] = []
     room = 0
     for spec in specs:
@@ -94,10 +94,10 @@ def _groups(specs: Sequence[Spec], least: int) -> list[list[Spec]]:
 
 
 def front_first(turns: Sequence[Sequence[Sequence[Slot]]], ready_s: Sequence[float], byte_s: float) -> list[Slot]:
-    """One wire, one part at a time: of what is ready, the part that the next forward needs first.
+    """Simulate one wire that carries one part at a time: always the ready part that the next forward needs first.
 
-    `turns[b][r]` are the parts of bucket b's round r; backward finishes buckets in the order of their numbers, so that
-    forward needs them in the opposite one.
+    `turns[b][r]` are the parts of round r of bucket b. Backward finishes buckets in ascending order, so forward needs
+    them in descending order.
     """
     order: list[Slot] = []
     coming = sorted((at, bucket) for bucket, at in enumerate(ready_s))

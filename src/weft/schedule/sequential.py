@@ -13,7 +13,7 @@ from weft.schedule._wave import SMALL, wave
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sequential(Schedule):
-    """Everything in one message after backward; nothing overlaps."""
+    """Sends everything in one message after backward, without overlap."""
 
     overlaps: ClassVar[bool] = False
 

@@ -13,9 +13,9 @@ from weft.schedule._wave import wave
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wfbp(Schedule):
-    """Wait-free backpropagation: each parameter leaves as soon as backward has finished it [Zhang et al. 2017].
+    """Wait-free backpropagation: sends each parameter as soon as backward has finished it [Zhang et al. 2017].
 
-    It starts at max(end of the one before, its gradient's time); many small parameters pay the latency each time.
+    A transfer starts at max(end of the previous one, its gradient's time). Each small parameter pays the full latency.
     """
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:

@@ -1,1 +1,1 @@
-"""Keeps what a run must not lose: complete or refused, and readable without Weft."""
+"""Durable state of a run: complete or rejected, and readable without Weft."""

@@ -1,17 +1,17 @@
-"""A checkpoint is a folder that is whole, or is refused.
+"""A checkpoint is a folder that is complete, or is rejected.
 
     checkpoints/step-00000040/
-        manifest.json      what the run was, its state as plain values, each file's size and the SHA-256 of its blocks
-        manifest.sha256    the manifest's own, as `sha256sum -c` reads it
+        manifest.json      the run, its state as plain values, and the size and block hashes (SHA-256) of each file
+        manifest.sha256    the hash of the manifest, in the format of `sha256sum -c`
         model-0-of-4.safetensors …  optimizer-0-of-4.safetensors …  worker-0.safetensors …
 
-Every process writes its share into a folder aside and syncs it; process 0 waits for all, adds the manifest, syncs, and
-renames. Whenever a writer is killed, what stands under the final name is the old state or the new one. Whatever byte is
-changed, cut off or missing, the manifest tells.
+Every process writes its part into a temporary folder and syncs it. Process 0 waits for all parts, adds the manifest,
+syncs, and renames the folder. If a writer is killed at any time, the final name holds the old state or the new one. The
+manifest reveals any byte that is changed, cut off or missing.
 
-The folders named `step-*` are one history. Where a run starts over, or goes back to an older step, the newer ones are
-renamed first, to `.abandoned-*`, or to `.damaged-*` where they are not whole: they are neither counted nor resumed.
-They stay on the disk until a run in this folder next goes back.
+The folders named `step-*` form one history. When a run starts over or resumes from an older step, newer folders are
+first renamed to `.abandoned-*`, or to `.damaged-*` if they are incomplete; they are neither counted nor resumed. They
+stay on disk until a run in this folder next resumes from an older step.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When to save, and what to keep."""
+    """When to save, and which checkpoints to keep."""
 
     every: int = 500
-    """Steps from one save to the next; 0: never."""
+    """Steps between two saves; 0: never."""
     last: int = 2
-    """How many of the latest are kept."""
+    """The number of latest checkpoints that are kept."""
     milestone: int = 0
-    """Beside them, those at multiples of so many steps are kept for good; 0: none."""
+    """Checkpoints at multiples of this many steps are kept for good; 0: none."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.milestone < 0:
-            raise UserError("steps between checkpoints cannot be negative; 0 stands for never")
+            raise UserError("steps between checkpoints cannot be negative; use 0 for never")
         if self.last < 1:
-            raise UserError(f"--keep-last is {self.last}, but the latest checkpoint at least must be kept")
+            raise UserError(f"--keep-last is {self.last}, but must be at least 1 to keep the latest checkpoint")
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step > 0 and step % self.every == 0
 
     def superfluous(self, steps: Iterable[int], whole: Iterable[int]) -> list[int]:
-        """Of the checkpoints at these steps, those that need not be kept: only those known to be whole count."""
+        """The checkpoints that may be removed, of those at `steps`. Only checkpoints known to be complete count."""
         latest = sorted(whole)[-self.last :]
         older = [step for step in sorted(steps) if step < latest[0]] if len(latest) == self.last else []
         return [step for step in older if not (self.milestone and step % self.milestone == 0)]
@@ -70,14 +70,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of manifest.json."""
 
     step: int
     workers: int
     strategy: str
     seed: int
     job: dict[str, Any]
-    """What must be the same where the run goes on: see `runtime/checkpoint/state.py`."""
+    """Properties that must match when the run resumes: see `runtime/checkpoint/state.py`."""
     state: dict[str, Tree]
     files: dict[str, Seal]
 
@@ -89,16 +89,16 @@ class Manifest:
 
 
 def aside(root: Path, step: int, token: str) -> Path:
-    """Where a checkpoint grows until it is whole."""
+    """The temporary folder of a checkpoint until it is complete."""
     return root / f".part-{step:08d}-{token}"
 
 
 def contribute(
     part: Path, process: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tree], view: str = ""
 ) -> None:
-    """One process's share: files by name, and state that only this process has.
+    """Write one process's part: files by name, and the state that only this process has.
 
-    `view` stands for all tensors of which this process writes a share; it must be the same in every process.
+    `view` is a digest of all tensors of which this process writes a part; it must be the same in every process.
     """
     part.mkdir(parents=True, exist_ok=True)
     seals = {name: asdict(write(part / name, tensors)) for name, tensors in files.items()}
@@ -106,7 +106,7 @@ def contribute(
 
 
 def withdraw(part: Path, process: int, files: Iterable[str], error: BaseException) -> None:
-    """A process's share cannot be written: make room again, and let process 0 know the reason."""
+    """Remove a part that cannot be written, to free the disk, and report the reason to process 0."""
     if process == 0:
         shutil.rmtree(part, ignore_errors=True)
         return
@@ -118,7 +118,7 @@ def withdraw(part: Path, process: int, files: Iterable[str], error: BaseExceptio
 
 
 def publish(root: Path, part: Path, processes: int, manifest: Manifest, timeout_s: float) -> Path:
-    """When every process has contributed: complete the manifest, make it durable, and give it its name."""
+    """Once every process has contributed: complete the manifest, sync it, and rename the folder to its final name."""
     files, state = dict(manifest.files), dict(manifest.state)
     views: dict[str, int] = {}
     for process in range(processes):
@@ -145,34 +145,34 @@ def publish(root: Path, part: Path, processes: int, manifest: Manifest, timeout_
     for left in (
         old,
         *earlier,
-    ):  # a process that has contributed here writes to no earlier part, but maybe to a later one
+    ):  # a process that has contributed here writes to no earlier part, but possibly to a later one
         shutil.rmtree(left, ignore_errors=True)
     return final
 
 
 def _check_complete(part: Path, manifest: Manifest, views: list[int]) -> None:
-    """Refuse to publish a checkpoint that could not be read."""
+    """Refuse to publish a checkpoint that could not be loaded."""
     missing = absent(part, manifest)
     if missing is None and len(views) < 2:
         return
-    other = f"process {views[1]} has other tensors than process 0" if len(views) > 1 else "it would miss a tensor"
+    other = f"process {views[1]} has other tensors than process 0" if len(views) > 1 else "a tensor is missing"
     raise LoopError(
-        f"the checkpoint of step {manifest.step} is not written: {other}{f' ({missing})' if missing else ''}; let the "
-        "state_dict() of what is passed to run.distribute() have the same tensors, by name and shape, in every "
-        "process, or say --save-every 0"
+        f"the checkpoint of step {manifest.step} is not written: {other}{f' ({missing})' if missing else ''}; make the "
+        "state_dict() of everything passed to run.distribute() have the same tensors, by name and shape, in every "
+        "process, or turn checkpoints off with --save-every 0"
     )
 
 
 def absent(folder: Path, manifest: Manifest) -> str | None:
-    """A tensor that the state refers to and no file holds; None where there is none."""
+    """The name of a tensor that the state refers to and no file holds; None if there is none."""
     there = {f"{kind_of(file)}/{name}" for file in manifest.files for name in names(folder / file)}
     return next((name for name in tensors_in(list(manifest.state.values())) if name not in there), None)
 
 
 def set_aside(root: Path, after: int) -> list[Path]:
-    """Rename the checkpoints that are newer than step `after`, where a run goes on; -1: all.
+    """Rename the checkpoints that are newer than step `after`, where a run resumes; -1: all.
 
-    Those that an earlier call has renamed are removed, so that never more than one abandoned history is on the disk.
+    Folders that an earlier call renamed are removed, so that at most one abandoned history is on disk.
     """
     newer = [folder for folder in found_in(root) if step_of(folder) > after]
     if newer:
@@ -192,9 +192,9 @@ def _verdict(folder: Path) -> str:
 
 
 def prune(root: Path, policy: Policy, whole: Iterable[int]) -> None:
-    """Remove what need not be kept, by the steps that are known to be whole.
+    """Remove checkpoints that need not be kept, given the steps known to be complete.
 
-    A folder loses its name first, so that none is ever half there.
+    A folder is renamed before it is removed, so that no `step-*` folder is ever incomplete.
     """
     found = {step_of(folder): folder for folder in found_in(root)}
     for step in policy.superfluous(found, whole):
@@ -203,7 +203,7 @@ def prune(root: Path, policy: Policy, whole: Iterable[int]) -> None:
 
 
 def recover(root: Path) -> None:
-    """A checkpoint whose writer was killed while replacing it gets its name back."""
+    """Restore the name of a checkpoint whose writer was killed while replacing it."""
     for old in root.glob(".old-*"):
         final = root / f"step-{old.name.split('-')[1]}"
         if not final.exists():
@@ -211,7 +211,7 @@ def recover(root: Path) -> None:
 
 
 def tidy(root: Path) -> None:
-    """Recover a checkpoint that was being replaced, and remove the rest of what a killed writer left."""
+    """Recover a checkpoint that was being replaced, and remove everything else that a killed writer left."""
     recover(root)
     for left in (*root.glob(".old-*"), *root.glob(".part-*"), *root.glob(".gone-*")):
         shutil.rmtree(left, ignore_errors=True)
@@ -220,7 +220,7 @@ def tidy(root: Path) -> None:
 
 
 def settle(path: Path, content: str | bytes) -> None:
-    """Write a small file that is there whole, and on the disk, or is what it was before."""
+    """Write a small file atomically and durably: after a crash it has its new content or its old one."""
     scratch = path.with_suffix(".tmp")
     try:
         with scratch.open("wb") as file:
@@ -269,7 +269,7 @@ def _seal_line(manifest: bytes) -> bytes:
 
 
 def found_in(root: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first; whether they are whole is another question."""
+    """The checkpoints of a run, newest first; they may be incomplete."""
     folders = [folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name) and folder.is_dir()]
     return sorted(folders, key=step_of, reverse=True)
 
@@ -279,23 +279,23 @@ def step_of(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself, if that is what was written."""
+    """Read and validate the manifest of a checkpoint."""
     whole = _bounded(folder / "manifest.json", _MANIFEST_BYTES)
     if _bounded(folder / "manifest.sha256", 128) != _seal_line(whole):
-        raise DamagedError(f"{folder}/manifest.json is not what was written: its SHA-256 differs")
+        raise DamagedError(f"{folder}/manifest.json is damaged: its SHA-256 differs")
     try:
         table = json.loads(whole)
         written = table.pop("format")
         if not isinstance(written, int):
             raise TypeError("its format is not a number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{folder}/manifest.json cannot be understood: {error}") from None
+        raise DamagedError(f"{folder}/manifest.json cannot be parsed: {error}") from None
     if written > FORMAT:
         raise UserError(f"{folder} has format {written}, this Weft reads {FORMAT}; use the newer Weft that wrote it")
     try:
         return _understood(table)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedError(f"{folder}/manifest.json cannot be understood: {error}") from None
+        raise DamagedError(f"{folder}/manifest.json cannot be parsed: {error}") from None
 
 
 def _understood(table: dict[str, Any]) -> Manifest:
@@ -317,12 +317,12 @@ def _understood(table: dict[str, Any]) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest, once every file has been found to be what was written, and to hold what the state refers to."""
+    """The manifest, after checking that every file is undamaged and holds the tensors that the state refers to."""
     manifest = read_manifest(folder)
     for name, seal in manifest.files.items():
         check(folder / name, seal)
     if missing := absent(folder, manifest):
-        raise DamagedError(f"{folder} holds no tensor {missing[:80]!r}, to which its manifest refers")
+        raise DamagedError(f"{folder} lacks the tensor {missing[:80]!r}, which its manifest refers to")
     return manifest
 
 
@@ -336,13 +336,13 @@ def load(folder: Path, manifest: Manifest, kinds: Sequence[str]) -> dict[str, Te
 
 
 def kind_of(file: str) -> str:
-    """What a file holds a part of, `model`, or holds alone, `worker-3`."""
+    """The kind of a file: `model` for a part of the model, `worker-3` for that worker's own state."""
     kind, cut, _ = file.removesuffix(".safetensors").partition("-of-")
     return kind.rpartition("-")[0] if cut else kind
 
 
 def newest(root: Path) -> tuple[Path, Manifest, list[str]]:
-    """The newest whole checkpoint of a run, and what was wrong with newer ones."""
+    """The newest complete checkpoint of a run, and the faults of newer ones."""
     refused: list[str] = []
     for folder in found_in(root):
         try:
@@ -350,12 +350,12 @@ def newest(root: Path) -> tuple[Path, Manifest, list[str]]:
         except DamagedError as error:
             refused.append(str(error))
     if refused:
-        raise JobError(f"no checkpoint in {root} is whole: {'; '.join(refused)}")
+        raise JobError(f"no checkpoint in {root} is complete: {'; '.join(refused)}")
     raise JobError(f"{root.parent} holds no checkpoint; a run saves with --save-every, and when it ends")
 
 
 def _bounded(path: Path, most: int) -> bytes:
-    """A small file, never more of it than `most` bytes."""
+    """The content of a small file. Raises DamagedError if it has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)

@@ -1,6 +1,6 @@
-"""State as plain values: a tree that JSON holds exactly, and tensors by name. Nothing that could run code.
+"""State as plain values: a tree that JSON represents exactly, and tensors by name. It cannot contain code.
 
-A tree has JSON's own values, and objects with one tag each for what JSON lacks:
+A tree has JSON's own values, and objects with one tag each for values that JSON lacks:
 
     {"map": {...}}  {"pairs": [[key, value], ...]}  {"counter": [...]}  {"tuple": [...]}
     {"tensor": "optimizer/state/0/exp_avg"}  {"float": "inf"}  {"bytes": "00ff"}  {"dtype": "float32"}
@@ -24,7 +24,7 @@ _DEEPEST = 64
 
 
 def plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:
-    """The tree of a value; its tensors are put into `tensors`, under names that begin with `name`."""
+    """The tree of a value. Its tensors are added to `tensors`, under names that begin with `name`."""
     match value:
         case None | bool() | str():
             return value
@@ -33,7 +33,7 @@ def plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:
         case float():
             return value if math.isfinite(value) else {"float": repr(float(value))}
         case Tensor():
-            while name in tensors:  # "a/b" of one mapping and "b" of another's "a"
+            while name in tensors:  # "a/b" of one mapping may collide with "b" of another's "a"
                 name += "'"
             tensors[name] = value.detach()
             return {"tensor": name}
@@ -61,7 +61,7 @@ def plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:
 
 
 def value(tree: Tree, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """The value of a tree. Raises ValueError where it is not one that `plain` makes."""
+    """The value of a tree. Raises ValueError if `plain` cannot have made the tree."""
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")
 
@@ -73,7 +73,7 @@ def value(tree: Tree, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
     if not isinstance(tree, dict):
         return tree
     if len(tree) != 1:
-        raise ValueError(f"an object with {len(tree)} keys, where one tag belongs")
+        raise ValueError(f"an object with {len(tree)} keys instead of one tag")
     (tag, held), *_ = tree.items()
     match tag, held:
         case "map", dict():
@@ -95,7 +95,7 @@ def value(tree: Tree, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 
 
 def tensors_in(tree: Tree) -> Iterator[str]:
-    """The names of the tensors that a tree refers to, however deep it is."""
+    """The names of the tensors that a tree refers to, at any depth."""
     open_trees = [tree]
     while open_trees:
         match open_trees.pop():

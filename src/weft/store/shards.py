@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, written and read once, with their SHA-256 taken on the way, block by block.
+"""Tensors in safetensors files, written and read in one pass, with a SHA-256 of each block computed on the way.
 
-The library writes a file, but neither syncs nor hashes it; hashing afterwards reads everything again. The format is a
-length, a JSON header and the bytes themselves, so writing it here costs a page; plain `safetensors` reads it.
+The safetensors library neither syncs nor hashes a file, and hashing it afterwards reads everything again. The format is
+a length, a JSON header and the raw bytes, so writing it takes one page here; plain `safetensors` reads the result.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _THREADS, _AHEAD = 4, 4
 
 @dataclass(frozen=True)
 class Seal:
-    """What a file must be, to the byte."""
+    """The exact size and the block hashes of a file."""
 
     bytes: int
     sha256: tuple[str, ...]
-    """One for each block of 16 MiB: several processors hash at once."""
+    """One hash for each block of 16 MiB, so that several processors hash at once."""
 
     def blocks(self) -> int:
         return max(1, -(-self.bytes // BLOCK))
 
 
 class DamagedError(UserError):
-    """A file that is not what was written; the text says which, and how."""
+    """A file that differs from what was written; the message names the file and the difference."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
-    """Write CPU tensors, sync them to the disk, and say what was written."""
+    """Write CPU tensors, sync them to disk, and return the seal of the file."""
     parts = [_header(tensors), *(raw(tensor) for tensor in _ordered(tensors).values())]
     blocks = _blocks(parts)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -90,7 +90,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
 
 
 def read(path: Path, seal: Seal) -> dict[str, Tensor]:
-    """The tensors of a file that is exactly what was written; refused otherwise. They are views of the file."""
+    """The tensors of a file, as views of it. Raises DamagedError if the file does not match its seal."""
     with _opened(path, seal) as file:
         whole = _mapped(file)
         memory = raw(whole)
@@ -108,7 +108,7 @@ def read(path: Path, seal: Seal) -> dict[str, Tensor]:
 
 
 def names(path: Path) -> list[str]:
-    """The names of the tensors in a file, from its header alone."""
+    """The names of the tensors in a file, read from its header only."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -120,7 +120,7 @@ def names(path: Path) -> list[str]:
 
 
 def check(path: Path, seal: Seal) -> None:
-    """Refuse a file that is not exactly what was written; never more of it is in memory than a few blocks."""
+    """Raise DamagedError if a file does not match its seal. Only a few blocks are in memory at a time."""
     own = threading.local()
     with _opened(path, seal) as file:
 
@@ -137,7 +137,7 @@ def check(path: Path, seal: Seal) -> None:
 
 @contextmanager
 def _opened(path: Path, seal: Seal) -> Iterator[IO[bytes]]:
-    """A file of the right size; what the disk says becomes one sentence."""
+    """Open a file of the right size; an OSError becomes one sentence."""
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -150,11 +150,11 @@ def _opened(path: Path, seal: Seal) -> Iterator[IO[bytes]]:
 
 def _compare(path: Path, seal: Seal, digest: Callable[[int], str]) -> None:
     if tuple(_at_once(digest, seal.blocks())) != seal.sha256:
-        raise DamagedError(f"{path} is not what was written: its SHA-256 differs")
+        raise DamagedError(f"{path} is damaged: its SHA-256 differs")
 
 
 def _mapped(file: IO[bytes]) -> Tensor:
-    """A file as memory: what is in the page cache need not be copied, and fresh memory costs more than hashing."""
+    """A file as mapped memory: cached pages need not be copied, and fresh memory costs more than hashing."""
     size = os.fstat(file.fileno()).st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -162,19 +162,19 @@ def _mapped(file: IO[bytes]) -> Tensor:
 
 
 def _fetch(file: IO[bytes], number: int, blocks: int) -> None:
-    """Let the kernel begin to read blocks while others are hashed."""
+    """Ask the kernel to read blocks ahead while others are hashed."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), number * BLOCK, blocks * BLOCK, os.POSIX_FADV_WILLNEED)
 
 
 def _start_writing(descriptor: int, at: int) -> None:
-    """Let the kernel begin to write a block, so that the sync at the end finds little left to do."""
+    """Ask the kernel to start writing a block, so that little is left for the sync at the end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, at, BLOCK, os.POSIX_FADV_DONTNEED)
 
 
 def _blocks(parts: Sequence[memoryview]) -> list[list[memoryview]]:
-    """The same bytes, in blocks."""
+    """The same bytes, divided into blocks."""
     blocks: list[list[memoryview]] = [[]]
     room = BLOCK
     for part in parts:
@@ -189,7 +189,7 @@ def _blocks(parts: Sequence[memoryview]) -> list[list[memoryview]]:
 
 
 def _at_once(act: Callable[[int], str], count: int) -> list[str]:
-    """Do it for each block; hashing, reading and writing leave Python's lock free."""
+    """Apply `act` to each block in parallel; hashing, reading and writing release the GIL."""
     if count == 1:
         return [act(0)]
     with ThreadPoolExecutor(min(count, _THREADS)) as several:
@@ -201,7 +201,7 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
     at = 0
     for name, tensor in _ordered(tensors).items():
         if tensor.dtype not in _NAMES:
-            raise UserError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it before it is kept")
+            raise UserError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it before saving")
         end = at + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
@@ -211,7 +211,7 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Wide dtypes first, so that every tensor lies aligned."""
+    """Wide dtypes first, so that every tensor is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 

@@ -1,4 +1,4 @@
-"""WHEN may a worker go on?"""
+"""WHEN may a worker start its next step?"""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from weft.axis import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a server knows about everyone's progress."""
+    """The progress of all workers, as a server sees it."""
 
     clocks: tuple[int, ...]
-    """The steps that each worker has finished."""
+    """The number of steps that each worker has finished."""
     gone: frozenset[int] = frozenset()
-    """Workers that left or were lost; nobody waits for them."""
+    """Workers that left or were lost; they are not waited for."""
     version: int = 0
-    """Updates of the model so far."""
+    """The number of updates of the model so far."""
     reads: tuple[int, ...] = ()
-    """The version that each worker has read last; -1: none."""
+    """The version that each worker read last; -1 before its first read."""
     unseen: tuple[float, ...] = ()
-    """By worker: how far its updates that not everyone has read yet may have moved a value."""
+    """By worker: an upper bound of the change of a value by its updates that some worker has not read yet."""
 
     @property
     def members(self) -> int:
-        """How many are there."""
+        """The number of workers present."""
         return len(self.clocks) - len(self.gone)
 
     @property
     def slowest(self) -> int:
-        """The steps that everyone who is there has finished."""
+        """The number of steps that every worker present has finished."""
         return min((clock for worker, clock in enumerate(self.clocks) if worker not in self.gone), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synchrony(Answer, ABC):
-    """Yes/no answers about progress; whoever carries the messages asks them."""
+    """Decides on progress by pure functions of a `View`; the server or the exchange calls them."""
 
     axis: ClassVar[str] = "synchrony"
     lockstep: ClassVar[bool]
-    """Whether each step takes every worker, so that all hold the same model."""
+    """Whether each step needs every worker, so that all hold the same model."""
     bounds_values: ClassVar[bool] = False
-    """Whether it looks at `View.unseen`."""
+    """Whether it uses `View.unseen`."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether `correct` looks at what a worker had read, which a server then keeps."""
+        """Whether `correct` uses the version that a worker read, which the server then keeps."""
         return False
 
     @property
     def eager(self) -> bool:
-        """Whether servers send new versions before they are asked; `may_start` then looks at clocks alone."""
+        """Whether servers send new versions before a pull arrives; `may_start` then uses clocks only."""
         return False
 
     @property
     def waits(self) -> bool:
-        """Whether `may_start` can say no, so that everyone must tell how far it is in every step."""
+        """Whether `may_start` can return False, so that every worker must report its progress in every step."""
         return True
 
     @abstractmethod
@@ -68,25 +68,25 @@ class Synchrony(Answer, ABC):
 
     @abstractmethod
     def quorum(self, view: View) -> int:
-        """How many contributions close a round."""
+        """The number of contributions that close a round."""
 
     @abstractmethod
     def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
-        """A late gradient made fit for the model `now`, computed at `read`; None: not accepted."""
+        """Correct a gradient computed with `read` for the model `now`; None if it is rejected."""
 
     def momentum(self, asked: float, workers: int) -> float:
-        """The momentum that the optimizer should have, where the loop asks for so much."""
+        """The optimizer's effective momentum, if the loop sets `asked`."""
         return asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Synchrony):
-    """Goes on as the inner one does, and makes late gradients fit in its own way."""
+    """Starts and closes rounds like the inner synchrony, and corrects stale gradients in its own way."""
 
     lockstep: ClassVar[bool] = False
 
     inner: Synchrony
-    """Who may go on when."""
+    """The synchrony that decides when a worker may start."""
 
     @property
     def looks_back(self) -> bool:

@@ -11,7 +11,7 @@ from weft.synchrony import Synchrony, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class Asp(Synchrony):
-    """Asynchronous: nobody waits, each contribution is applied as it comes [Dean et al. 2012]."""
+    """Asynchronous: no worker waits, and each contribution is applied on arrival [Dean et al. 2012]."""
 
     lockstep: ClassVar[bool] = False
 

@@ -11,13 +11,13 @@ from weft.synchrony import Wrapper
 @final
 @dataclass(frozen=True, kw_only=True)
 class DelayCompensated(Wrapper):
-    """A late gradient is moved to the model now by g g, a cheap Hessian [DC-ASGD: Zheng et al. 2017].
+    """Corrects a stale gradient to first order, with g g as a cheap Hessian [DC-ASGD: Zheng et al. 2017].
 
-    g + lam g g (now - read), where the server keeps what each worker had read.
+    g + lam g g (now - read); the server keeps the version that each worker read.
     """
 
     lam: float = 0.04
-    """How much of it; the paper's constant variant."""
+    """The strength of the correction; the paper's constant variant."""
 
     def __post_init__(self) -> None:
         if not self.lam >= 0:

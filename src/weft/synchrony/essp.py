@@ -12,16 +12,17 @@ from weft.synchrony.ssp import Ssp
 @final
 @dataclass(frozen=True, kw_only=True)
 class Essp(Synchrony):
-    """Stale synchronous, eagerly: servers send what is new before anybody asks for it [Dai et al. 2015].
+    """Eager stale synchronous: servers send new versions before a pull arrives [Dai et al. 2015].
 
-    The bound is that of ssp, and a worker waits only where it demands that. So what it computes with, and what a loop
-    sees between steps, may lack its own last updates, too. With no slack a step takes everyone: that is bsp.
+    The staleness bound is that of ssp, and a worker waits only if the bound requires it. Its computation, and the
+    values that the loop sees between steps, may therefore miss its own last updates. slack=0 waits for every worker
+    and equals bsp.
     """
 
     lockstep: ClassVar[bool] = False
 
     slack: float = 3
-    """s: steps that a worker may be ahead; inf: any number."""
+    """s: the number of steps that a worker may be ahead of the slowest; inf: unbounded."""
 
     def __post_init__(self) -> None:
         Ssp(slack=self.slack)

@@ -9,13 +9,13 @@ from weft.synchrony import Wrapper
 @final
 @dataclass(frozen=True, kw_only=True)
 class NegativeMomentum(Wrapper):
-    """Asynchrony of m workers acts as a momentum of 1 - 1/m, taken off the optimizer's [Mitliagkas et al. 2016].
+    """Asynchrony of m workers acts like a momentum of 1 - 1/m, which is subtracted [Mitliagkas et al. 2016].
 
-    Where the loop asks for less than that, what is left is negative.
+    If the loop's momentum is smaller than that, the result is negative.
     """
 
     least: float = -0.9
-    """The lowest that it becomes."""
+    """The lowest momentum."""
 
     def __post_init__(self) -> None:
         if not -1 < self.least <= 0:

@@ -11,15 +11,15 @@ from weft.synchrony import Synchrony, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class Softsync(Synchrony):
-    """Nobody waits, and of m workers every m / n contributions make one update [Zhang et al. 2016].
+    """No worker waits; with m workers, every m / n contributions make one update [Zhang et al. 2016].
 
-    Updates are n steps late on average: n = 1 averages as many as there are workers, n = m is asynchronous.
+    The average staleness is n updates: n = 1 averages one contribution per worker on average, n = m is asynchronous.
     """
 
     lockstep: ClassVar[bool] = False
 
     n: int = 1
-    """Updates in the time in which every worker contributes once."""
+    """The number of updates in the time in which every worker contributes once."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

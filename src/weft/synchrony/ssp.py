@@ -12,20 +12,20 @@ from weft.synchrony import Synchrony, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ssp(Synchrony):
-    """Stale synchronous: nobody is more than `slack` steps ahead of the slowest [Ho et al. 2013].
+    """Stale synchronous: no worker is more than `slack` steps ahead of the slowest [Ho et al. 2013].
 
-    Contributions are applied as they come. With no slack a step takes everyone, and is one update: that is bsp; with
-    slack without end it is asp.
+    Contributions are applied on arrival. slack=0 waits for every worker, makes one update per step and equals bsp;
+    slack=inf equals asp.
     """
 
     lockstep: ClassVar[bool] = False
 
     slack: float = 3
-    """s: steps that a worker may be ahead; inf: any number."""
+    """s: the number of steps that a worker may be ahead of the slowest; inf: unbounded."""
 
     def __post_init__(self) -> None:
         if not self.slack >= 0 or (math.isfinite(self.slack) and self.slack != int(self.slack)):
-            raise ValueError(f"slack is {self.slack}, but must be a whole number, or inf")
+            raise ValueError(f"slack is {self.slack}, but must be a whole number of at least 0, or inf")
 
     @property
     def waits(self) -> bool:

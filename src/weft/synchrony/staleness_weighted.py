@@ -11,7 +11,7 @@ from weft.synchrony import Wrapper
 @final
 @dataclass(frozen=True, kw_only=True)
 class StalenessWeighted(Wrapper):
-    """A gradient that is s updates late counts 1 / (s + 1) [DynSGD: Jiang et al. 2017]."""
+    """Weights a gradient of staleness s by 1 / (s + 1) [DynSGD: Jiang et al. 2017]."""
 
     def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
         made_fit = self.inner.correct(grad, now, read, staleness)

@@ -11,16 +11,16 @@ from weft.synchrony import Synchrony, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class ValueBound(Synchrony):
-    """Nobody's updates that others have not read yet may move a value by more than `delta` [Wei et al. 2015].
+    """A worker's updates that others have not read yet may change a value by at most `delta` [Wei et al. 2015].
 
-    Large updates at the beginning make workers wait, small ones later do not.
+    Large updates at the start make workers wait, small ones later do not.
     """
 
     lockstep: ClassVar[bool] = False
     bounds_values: ClassVar[bool] = True
 
     delta: float = 0.1
-    """The most by which what a worker has changed, and not everyone has read, may have moved a value."""
+    """The largest change of a value by a worker's updates that some worker has not read yet."""
 
     def __post_init__(self) -> None:
         if not self.delta > 0:

@@ -27,7 +27,7 @@ def parse_address(text: str) -> Address:
     """The host and port of HOST:PORT; an IPv6 host may stand in brackets."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"'{text}' is no address; write HOST:PORT, as in 10.0.0.1:29500")
+        raise UserError(f"'{text}' is not an address; write HOST:PORT, as in 10.0.0.1:29500")
     return host.strip("[]"), int(port)
 
 

@@ -1,1 +1,1 @@
-"""Saving a run and resuming it."""
+"""Saves a run and resumes it."""

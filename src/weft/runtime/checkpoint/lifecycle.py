@@ -1,7 +1,7 @@
-"""What a run does between a loop's steps: go on where an earlier part of it stopped, save, and leave when asked to.
+"""Actions between the steps of a loop: resume an earlier attempt, save, and exit on request.
 
-Between two steps means: when the loop asks for its next batch. Whatever it does after `step()` (schedulers, averages,
-`zero_grad`) has happened by then.
+They happen when the loop requests its next batch. Everything that it does after `step()` (schedulers, averages,
+`zero_grad`) is complete by then.
 """
 
 from __future__ import annotations
@@ -54,47 +54,47 @@ _SHARED_WITHIN_S = 3.0
 
 @dataclass(kw_only=True)
 class Lifecycle:
-    """One process's part in saving a run and going on with it."""
+    """One process's part in saving and resuming a run."""
 
     strategy: Strategy
     steps: int | None
     seed: int
     folder: Path | None
     asked_for: Policy | None
-    """When to save; None: nobody said, and what cannot be saved is no reason to stop."""
+    """When to save; None: not specified, and then state that cannot be saved is not an error."""
     resume: Path | None
-    """A checkpoint to go on from."""
+    """The checkpoint to resume from."""
     passes: Passes
     position: DataPosition
     transport: Processes
     phases: PhaseTimer
     timeout_s: float
     settle: Callable[[], None]
-    """Waits until the last step is whole, and refuses to go on from one that is not finite."""
+    """Waits until the last step is complete. Raises LoopError if it is not finite."""
 
     def __post_init__(self) -> None:
         self.policy = self.asked_for or Policy()
         self.asked = False
-        """Whether this process was asked to leave."""
+        """Whether this process was asked to terminate."""
         self.wanted = False
-        """Whether the loop has asked for a save within a step."""
+        """Whether the loop has called run.save() within a step."""
         self._saving: CheckpointWriter | None = None
         self._saved: LoadedCheckpoint | None = None
         self._job: dict[str, Any] = {}
         self._known = False
         self.left = False
-        """Whether this process leaves because it was asked to, and what it was asked to save is saved."""
+        """Whether this process exits on request, after the requested save."""
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> ResumedLayout | None:
-        """Before anything is distributed: what an earlier part of the run left, put back."""
+        """Before anything is distributed: restore the state of an earlier attempt."""
         self.parts = parts
         self.position.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = Path(os.environ.get("WEFT_JOB", "")).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
-        back = parts.served is not None and parts.served.running  # a worker that was lost: the run has gone on since
+        back = parts.served is not None and parts.served.running  # a lost worker rejoins; the run has advanced since
         if self.folder is not None and self.policy.every:
             self._prepare(self.folder / "checkpoints")
         if self.resume is None or back:
@@ -111,7 +111,7 @@ class Lifecycle:
         return ResumedLayout(order, Measured.of(seen) if seen else None) if order else None
 
     def opened(self) -> None:
-        """Everything is distributed: the workers' own state, unless the loop comes past an open epoch first."""
+        """After everything is distributed: restore the workers' own state, unless an open epoch does so later."""
         if self._saving is not None and not (self.parts.served and self.parts.served.running):
             self._abandon(self._saving)
         if self._saved is not None and self._saved.common["epoch"] is None:
@@ -119,7 +119,7 @@ class Lifecycle:
             self._saved = None
 
     def _prepare(self, root: Path) -> None:
-        """Clear what a killed writer left, and agree on a name that nothing of an earlier part of the run has."""
+        """Remove remains of a killed writer, and agree on a token that no earlier attempt has used."""
         layout, number = self.transport.layout, secrets.randbits(48)
         if not self.strategy.synchrony.lockstep:
             self._prepare_alone(root, f"{number:012x}")
@@ -134,7 +134,7 @@ class Lifecycle:
         if layout.process == 0:
             (root / f".meet-{token}").unlink()
         if not everywhere:
-            what = f"not every process sees {root}, so nothing can be saved; give a folder on a shared disk with --out"
+            what = f"not every process sees {root}, so no checkpoint can be written; give a shared folder with --out"
             if self.asked_for:
                 raise UserError(what)
             log.warning("%s", what)
@@ -145,14 +145,14 @@ class Lifecycle:
         self._listen()
 
     def _prepare_alone(self, root: Path, token: str) -> None:
-        """Where workers are at different steps worker 0 saves, alone: the others would have to be waited for."""
+        """Without lockstep worker 0 saves alone, since the others are at different steps."""
         if self.transport.layout.process == 0:
             _clear(root)
             self._saving = CheckpointWriter(root, Layout(workers=1), self.policy, token, self.timeout_s)
         self._listen()
 
     def _abandon(self, saving: CheckpointWriter) -> None:
-        """Set aside checkpoints that do not lead to where this part of the run starts."""
+        """Set aside checkpoints that are not part of this attempt's history."""
         if self._saved is not None and self._saved.folder.resolve().parent == saving.root.resolve():
             saving.go_on(self._saved.manifest.step)
         if self.transport.layout.process > 0:
@@ -161,14 +161,14 @@ class Lifecycle:
             aside = set_aside(saving.root, saving.last)
         if aside:
             log.warning(
-                "the run starts after step %d, so newer checkpoints are set aside as %s; they stay until a run in this "
-                "folder next goes back",
+                "the run starts after step %d, so newer checkpoints are renamed to %s; they stay until a run in this "
+                "folder next resumes from an older step",
                 max(0, saving.last),
                 ", ".join(str(folder) for folder in aside),
             )
 
     def _listen(self) -> None:
-        """SIGTERM asks this process to leave, once it has saved."""
+        """Handle SIGTERM: exit after saving."""
         usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask)
@@ -181,22 +181,22 @@ class Lifecycle:
             self.parts.served.asked = True
 
     def _say(self, saved: LoadedCheckpoint, recorder: Recorder | None) -> None:
-        """Leave word of it in the run folder, and on the terminal."""
+        """Record the resumption in the run folder and in the log."""
         for what in conversions(saved, self.transport.layout.workers, self.strategy):
             log.warning("%s", what)
-        log.info("going on after step %d, from %s", saved.manifest.step, saved.folder)
+        log.info("resuming after step %d, from %s", saved.manifest.step, saved.folder)
         self._count(recorder, saved.manifest.step, saved.folder.name, again=True)
 
     def _start_over(self, folder: Path, recorder: Recorder | None) -> None:
-        """A run in a folder that holds an earlier one is another attempt, whose events are told apart."""
+        """A run in a folder that holds an earlier one is a new attempt, with separate events."""
         again = recorder is not None and recorder.again and self.transport.layout.process == 0
         if self.strategy.synchrony.lockstep:
             self._count(recorder, 0, None, again=again)
-        elif again:  # workers do not wait for each other here, so that none can tell the others
-            raise UserError(f"{folder} holds the events of an earlier run; resume that one, or give another with --out")
+        elif again:  # without lockstep, workers cannot agree on the attempt
+            raise UserError(f"{folder} holds the events of an earlier run; resume it, or give another with --out")
 
     def _count(self, recorder: Recorder | None, step: int, source: str | None, *, again: bool) -> None:
-        """Agree on the attempt's number, and leave word of its beginning."""
+        """Agree on the number of the attempt, and record its start."""
         attempt, layout = 0, self.transport.layout
         if self.folder is not None and layout.process == 0 and again:
             attempt = lines_in(self.folder / "resumed.jsonl") + 1
@@ -216,7 +216,7 @@ class Lifecycle:
         if saved is not None and epoch.number == saved.common["epoch"]:
             if self.strategy.synchrony.lockstep and self.parts.served is None:
                 restore(self.parts, saved)
-            else:  # the model is the servers', or everyone's, and others may have gone on with it
+            else:  # the model is on the servers or shared, and others may have advanced it
                 restore_followers(self.parts, saved)
             restore_workers(self.parts, saved, self.strategy)
             self._saved = None
@@ -240,22 +240,22 @@ class Lifecycle:
             self.parts.gradients.compare_steps()
 
     def _look_around(self) -> None:
-        """Whether all that steps along is known; a checkpoint that misses something would be a wrong one."""
+        """Check that all schedulers are known; a checkpoint without one of them would be wrong."""
         stranger = untracked_schedulers(self.parts) if not self._known else None
         self._known = True
         if stranger is None:
             return
         what = (
-            f"a {stranger} steps along that the run does not know, and a checkpoint would miss it; pass it along: "
+            f"a {stranger} was not passed to the run, and a checkpoint would miss its state; pass it: "
             "model, optimizer, it = run.distribute(model, optimizer, it)"
         )
         if self.asked_for:
-            raise UserError(f"{what}, or say --save-every 0")
-        log.warning("%s. No checkpoints until then", what)
+            raise UserError(f"{what}, or turn checkpoints off with --save-every 0")
+        log.warning("%s. No checkpoints are written until then", what)
         self.policy = Policy(every=0)
 
     def save(self) -> None:
-        """The loop wants the run to be saved: now, or within a step when that one is over; all processes alike."""
+        """Save the run now or, within a step, after that step. A collective call."""
         if self.position.within(self.passes.step):
             self.wanted = True
         else:
@@ -271,12 +271,12 @@ class Lifecycle:
         epoch = epoch or next((each for each in reversed(self.position.epochs) if not each.over), None)
         self.settle()
         if self.phases.recorder is not None:
-            self.phases.recorder.flush()  # what goes on from here has its history
+            self.phases.recorder.flush()  # a run that resumes from here has its history
         about = {"workers": self.passes.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}
         self.phases.saved(self._saving.save(self.parts, epoch, about))
 
     def close(self, *, well: bool) -> None:
-        """The end of the run: where it ended well, its last state is kept."""
+        """End the run. If it ended well, its last state is saved."""
         if self._saving is None:
             return
         if well and self.passes.step > 0 and self.passes.pass_index == 0 and self._saved is None:
@@ -285,12 +285,12 @@ class Lifecycle:
             return
         try:
             self._saving.finish()
-        except WeftError as error:  # the run has failed before, and that is what it ends with
+        except WeftError as error:  # the run has failed already, with an error that takes precedence
             log.warning("%s", error)
 
 
 def _clear(root: Path) -> None:
-    """A folder for checkpoints, that lasts, without what a killed writer left."""
+    """Make the folder of checkpoints, durably, and remove remains of a killed writer."""
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         tidy(root)
@@ -300,7 +300,7 @@ def _clear(root: Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or will be soon: disks of other machines take a moment."""
+    """Whether a file appears within a short time; file systems of other machines have a delay."""
     until = time.monotonic() + _SHARED_WITHIN_S
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -308,7 +308,7 @@ def _appears(path: Path) -> bool:
 
 
 def policy_here(every: int | None) -> Policy | None:
-    """What the environment says, or the call; None: nobody said anything."""
+    """The policy of the environment or the call; None if neither specifies one."""
     env = os.environ
     try:
         chosen = int(env["WEFT_SAVE_EVERY"]) if "WEFT_SAVE_EVERY" in env else every

@@ -1,12 +1,12 @@
-"""A run's whole state, saved between steps and put back: what makes a resumed run the same run.
+"""The complete state of a run, saved between steps and restored, so that a resumed run is the same run.
 
-    common      model, optimizer, followers (schedulers, a scaler, averages), how far data was read, the order of
-                buckets and what the first steps showed: alike in every process, so each writes a share of the tensors
-    a worker's  random numbers, what its compressor remembers: written by whoever carries it
+    common      model, optimizer, followers (schedulers, a scaler, averages), the data position, the order of buckets
+                and the calibration: equal in every process, so each writes a part of the tensors
+    per worker  random numbers and the compressor's state: written by the process that carries the worker
 
-A save copies this process's share and returns; a thread writes it (`store/checkpoint`). The loop starts from its
-beginning again where a run goes on, so state is put back twice: in `distribute`, and at the batch behind the saved
-step, whatever the loop has done until there.
+A save copies this process's part and returns; a thread writes it (`store/checkpoint`). A resumed loop starts from its
+beginning, so state is restored twice: in `distribute`, and at the batch after the saved step, to undo everything that
+the loop has changed up to there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CANNOT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeE
 
 @dataclass(kw_only=True)
 class Parts:
-    """What a run's state is made of."""
+    """The components of a run's state."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -74,17 +74,17 @@ class Parts:
 
     @property
     def stateful(self) -> list[Any]:
-        """What steps along in every process alike."""
+        """Followers with a state that is equal in every process."""
         return [each for each in self.followers if not isinstance(each, torch.Generator)]
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Random numbers of the process's own."""
+        """Random number generators that are the process's own."""
         return [each for each in self.followers if isinstance(each, torch.Generator)]
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, under a compiler's wrapper."""
+        """The model itself, without a compiler's wrapper."""
         inner = getattr(self.model, "_orig_mod", self.model)
         assert isinstance(inner, nn.Module)
         return inner
@@ -92,35 +92,35 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Share:
-    """What one process writes of a checkpoint."""
+    """One process's part of a checkpoint."""
 
     files: dict[str, dict[str, Tensor]]
     own: dict[str, Tree]
-    """Its workers' state."""
+    """The state of its workers."""
     common: dict[str, Tree]
-    """What all processes have alike, as process 0 writes it down."""
+    """The state that is equal in all processes; process 0 writes it."""
     view: str
-    """A hash of the tensors of which this process writes a share."""
+    """A hash of the tensors of which this process writes a part."""
     trained: set[str]
     """The names of the parameters."""
 
 
 @dataclass(kw_only=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds, read and understood."""
+    """The content of a checkpoint, read and validated."""
 
     folder: Path
     manifest: Manifest
     common: dict[str, Any]
     workers: dict[int, dict[str, Any]]
-    """By the rank that the worker had."""
+    """By the rank of the worker when it was saved."""
 
 
-# --- what there is to save --------------------------------------------------------------------------------------------
+# --- the state --------------------------------------------------------------------------------------------------------
 
 
 def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
-    """What every process has alike."""
+    """The state that is equal in every process."""
     gradients = parts.gradients
     held = next((n for n, p in parts.module.named_parameters() if p.grad is not None), None)
     return {
@@ -137,7 +137,7 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
 
 
 def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
-    """What each carried worker has for itself."""
+    """The state of each logical worker of this process."""
     states = parts.gradients.engine.states if parts.gradients else [{} for _ in parts.passes.ranks]
     if parts.served is not None:
         states = [parts.served.client.state]
@@ -150,7 +150,7 @@ def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
 
 
 def _unlisted(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that the model leaves out of its state_dict."""
+    """Buffers that the model excludes from its state_dict."""
     listed = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
 
@@ -158,14 +158,14 @@ def _unlisted(model: nn.Module) -> dict[str, Tensor]:
 def _follower_state(follower: Any) -> Any:
     if not hasattr(follower, "state_dict"):
         raise UserError(
-            f"run.distribute() was given a {type(follower).__name__}, which has no state_dict(), so that a checkpoint "
-            "cannot hold it; give it one, or leave it out, or say --save-every 0"
+            f"run.distribute() was given a {type(follower).__name__}, which has no state_dict(), so a checkpoint "
+            "cannot hold it; give it one, or omit it, or turn checkpoints off with --save-every 0"
         )
     return {key: each for key, each in follower.state_dict().items() if not (key in _WRAPPED and callable(each))}
 
 
 def untracked_schedulers(parts: Parts) -> str | None:
-    """What steps along without the run's knowledge, and would be missing; None where there is nothing."""
+    """The class of a scheduler that was not passed to the run, and would be missing; None if there is none."""
     for each in gc.get_objects():
         kind = type(each)
         if issubclass(kind, LRScheduler):
@@ -180,7 +180,7 @@ def untracked_schedulers(parts: Parts) -> str | None:
 
 
 def _with_inner(followers: Sequence[Any]) -> list[Any]:
-    """Schedulers may hold others."""
+    """Followers and the schedulers inside them."""
     found = list(followers)
     for follower in found:
         found += [each for each in getattr(follower, "_schedulers", ()) if each not in found]
@@ -191,7 +191,7 @@ def _with_inner(followers: Sequence[Any]) -> list[Any]:
 
 
 def shares(tensors: Mapping[str, Tensor], processes: int) -> list[dict[str, Tensor]]:
-    """Divide tensors among processes, by bytes; the same division wherever it is made."""
+    """Divide tensors among processes by bytes; the division is the same in every process."""
     rows: list[dict[str, Tensor]] = [{} for _ in range(processes)]
     loads = [0] * processes
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -202,24 +202,24 @@ def shares(tensors: Mapping[str, Tensor], processes: int) -> list[dict[str, Tens
 
 
 def view_of(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes and dtypes: processes that write shares of the same tensors have the same."""
+    """A hash of names, shapes and dtypes; equal in processes that write parts of the same tensors."""
     rows = sorted(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def check_finite(files: Mapping[str, Mapping[str, Tensor]], trained: Collection[str], step: int) -> None:
-    """Refuse to keep parameters that are not finite. Buffers may be: a mask has minus infinity."""
+    """Refuse to save non-finite parameters. Buffers may be non-finite: a mask has minus infinity."""
     for file, tensors in files.items():
         for name in tensors if kind_of(file) == "model" else ():
             if name in trained and not _finite(tensors[name]):
                 raise LoopError(
-                    f"the checkpoint of step {step} is not written: {name} is not finite; resume from the one before "
-                    "it, with a smaller learning rate, clipping, or a compressor with a wider range"
+                    f"The checkpoint of step {step} is not written, because {name} is NaN or infinite. Resume from the "
+                    "previous one, with a smaller learning rate, clipping, or a compressor with a wider range."
                 )
 
 
 def _finite(tensor: Tensor) -> bool:
-    """One pass: a sum is finite only if all of its terms are. Where it is not, it may have overflowed: look closer."""
+    """One pass: a finite sum implies finite terms. A non-finite sum may have overflowed, so each term is checked."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     wide = tensor.float() if tensor.dtype.itemsize < 2 else tensor
@@ -227,7 +227,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run beside its training. The first `writers` processes write what all have alike."""
+    """Writes checkpoints of one run parallel to training. The first `writers` processes write the common state."""
 
     def __init__(
         self, root: Path, layout: Layout, policy: Policy, token: str, timeout_s: float, writers: int | None = None
@@ -237,18 +237,18 @@ class CheckpointWriter:
         self.last = -1
         """The step of the latest save."""
         self._whole: set[int] = set()
-        """Checkpoints of this run that were read, or written, by this part of it."""
+        """Checkpoints of this run that this attempt has read or written."""
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def go_on(self, step: int) -> None:
-        """The run goes on from its own checkpoint of this step."""
+        """The run resumes from its own checkpoint of this step."""
         self.last = step
         self._whole.add(step)
 
     def save(self, parts: Parts, epoch: Epoch | None, about: dict[str, Any]) -> float:
-        """Copy this process's share, and have it written. Returns how long the loop was held up."""
+        """Copy this process's part, and start writing it. Returns the seconds for which the loop was held up."""
         began = time.perf_counter()
         self.wait()
         share = self._share(parts, epoch)
@@ -258,7 +258,7 @@ class CheckpointWriter:
         return time.perf_counter() - began
 
     def _share(self, parts: Parts, epoch: Epoch | None) -> Share:
-        """What this process writes: copies that training does not touch."""
+        """This process's part, as copies that training does not change."""
         tensors: dict[str, Tensor] = {}
         me, n = self.layout.process, self.writers
         common = common_state(parts, epoch) if me < n else {}
@@ -278,7 +278,7 @@ class CheckpointWriter:
         return Share(files=files, own=own, common=whole, view=view_of(tensors) if me < n else "", trained=trained)
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy that training does not touch, in memory that is used from save to save."""
+        """A copy that training does not change, in memory that is reused from save to save."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -299,25 +299,25 @@ class CheckpointWriter:
             withdraw(part, me, share.files, self._error)
 
     def _told(self, error: BaseException) -> BaseException:
-        """What the disk says, in one sentence."""
+        """An OSError as one sentence."""
         if not isinstance(error, OSError):
             return error
         told = JobError(
-            f"the checkpoint of step {self.last} was not written: {error.strerror or error}; make room in {self.root}, "
-            "the one before it is still good"
+            f"the checkpoint of step {self.last} was not written: {error.strerror or error}; free space in "
+            f"{self.root}, the previous checkpoint is still good"
         )
         told.__cause__ = error
         return told
 
     def wait(self) -> None:
-        """Until the latest save is on the disk. Where it failed, the run goes on and says so."""
+        """Wait until the latest save is on disk. If it failed, the run continues and the failure is logged."""
         try:
             self.finish()
         except UserError as error:
             log.warning("%s", error)
 
     def finish(self) -> None:
-        """Until the latest save is on the disk, or the reason why it is not."""
+        """Wait until the latest save is on disk. Raises the reason if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -326,14 +326,14 @@ class CheckpointWriter:
             raise error
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- restoring --------------------------------------------------------------------------------------------------------
 
 
 def open_saved(folder: Path, layout: Layout) -> LoadedCheckpoint:
-    """Read what this process needs of a checkpoint."""
+    """Read the parts of a checkpoint that this process needs."""
     manifest = read_manifest(folder)
     if folder.name.startswith("."):
-        raise UserError(f"{folder} was set aside; to go on from it, rename it to step-{manifest.step:08d}")
+        raise UserError(f"{folder} was set aside; to resume from it, rename it to step-{manifest.step:08d}")
     heirs = [rank for rank in range(manifest.workers) if rank % layout.workers in layout.carried()]
     heirs = [rank for rank in heirs if f"worker-{rank}" in manifest.state]
     names = [f"worker-{rank}" for rank in heirs]
@@ -343,7 +343,7 @@ def open_saved(folder: Path, layout: Layout) -> LoadedCheckpoint:
         workers = {rank: value(manifest.state[name], tensors) for rank, name in zip(heirs, names, strict=True)}
         return LoadedCheckpoint(folder=folder, manifest=manifest, common=common, workers=workers)
     except _CANNOT as error:
-        raise DamagedError(f"{folder}/manifest.json cannot be understood: {error}") from None
+        raise DamagedError(f"{folder}/manifest.json cannot be parsed: {error}") from None
 
 
 def check_same_job(saved: LoadedCheckpoint, specs: Sequence[Spec], optimizer: Optimizer) -> None:
@@ -353,19 +353,19 @@ def check_same_job(saved: LoadedCheckpoint, specs: Sequence[Spec], optimizer: Op
         theirs = {name: list(shape) for name, shape, _ in saved.manifest.job["model"]}
     if mine != theirs:
         name = next(iter([n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]))
-        has = f"{name} has the shape {theirs[name]} there" if name in theirs else f"there is no {name} there"
+        has = f"it has {name} with shape {theirs[name]}" if name in theirs else f"it has no {name}"
         raise UserError(
-            f"{saved.folder} is a checkpoint of another job: {has}, {mine.get(name, 'none')} here; resume its own"
+            f"{saved.folder} is a checkpoint of another job: {has}, here {mine.get(name, 'none')}; resume its own job"
         )
     kind = saved.manifest.job.get("optimizer")
     if kind != type(optimizer).__name__:
         raise UserError(
-            f"{saved.folder} was made with {kind}, and the job has {type(optimizer).__name__} now; go on with the same"
+            f"{saved.folder} was made with {kind}, but the job now has {type(optimizer).__name__}; use the same"
         )
 
 
 def restore(parts: Parts, saved: LoadedCheckpoint) -> None:
-    """Make what all processes share what it was."""
+    """Restore the state that all processes share."""
     with _fitting(saved):
         common = saved.common
         parts.module.load_state_dict(common["model"])
@@ -373,12 +373,15 @@ def restore(parts: Parts, saved: LoadedCheckpoint) -> None:
             _restore_buffer(parts.module, name, common["buffers"][name])
         parts.optimizer.load_state_dict(_cloned(common["optimizer"]))
         if len(common["followers"]) != len(parts.stateful):
-            raise ValueError(f"{len(common['followers'])} things step along there, {len(parts.stateful)} here")
+            raise ValueError(
+                f"the checkpoint holds the state of {len(common['followers'])} schedulers or scalers, but "
+                f"run.distribute() was given {len(parts.stateful)}"
+            )
     restore_followers(parts, saved)
 
 
 def _restore_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
-    """Make a buffer that the state_dict leaves out what it was, also where it comes and grows in forward."""
+    """Restore a buffer that the state_dict excludes, even if forward creates or grows it."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     there = owner._buffers.get(leaf)
@@ -390,7 +393,7 @@ def _restore_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
 
 
 def restore_followers(parts: Parts, saved: LoadedCheckpoint) -> None:
-    """Make what steps along what it was."""
+    """Restore the state of followers."""
     with _fitting(saved):
         for follower, state in zip(parts.stateful, saved.common["followers"], strict=True):
             follower.load_state_dict(_cloned(state))
@@ -398,7 +401,7 @@ def restore_followers(parts: Parts, saved: LoadedCheckpoint) -> None:
 
 
 def restore_workers(parts: Parts, saved: LoadedCheckpoint, strategy: Strategy) -> None:
-    """Make what each carried worker has for itself what it was."""
+    """Restore the state of each logical worker of this process."""
     passes, workers = parts.passes, saved.workers
     with _fitting(saved):
         if parts.gradients is not None:
@@ -420,7 +423,7 @@ def restore_workers(parts: Parts, saved: LoadedCheckpoint, strategy: Strategy) -
 
 
 def restore_position(position: DataPosition, saved: LoadedCheckpoint, passes: Passes) -> None:
-    """Make how far data was read what it was; the loop will come past it again."""
+    """Restore the data position; the loop will reach it again."""
     with _fitting(saved):
         first = saved.workers.get(passes.ranks[0], {})
         position.load(saved.common["reading"], _cloned(first.get("epochs", {})))
@@ -429,7 +432,7 @@ def restore_position(position: DataPosition, saved: LoadedCheckpoint, passes: Pa
 
 @contextmanager
 def _fitting(saved: LoadedCheckpoint) -> Iterator[None]:
-    """Turns whatever does not fit into one sentence."""
+    """Turns any mismatch into one sentence."""
     try:
         yield
     except UserError:
@@ -442,14 +445,14 @@ def _fitting(saved: LoadedCheckpoint) -> Iterator[None]:
 
 
 def _memory(saved: LoadedCheckpoint, rank: int, count: int, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
-    """What a worker's compressor remembers: as it was, or as much of it as the present one understands.
+    """The state of a worker's compressor: unchanged, or the residual only if the compressor or the layout differs.
 
-    Where there are fewer workers now, what several owed is owed by one; sums of shares make that the same debt.
+    If there are fewer workers now, one worker takes over the residuals of several; their sum is preserved.
     """
     heir = [saved.workers[r]["memory"] for r in sorted(saved.workers) if r % count == rank]
     same = Strategy.parse(saved.manifest.strategy).compression == strategy.compression
     if same and saved.manifest.workers == count:
-        return dict(_cloned(heir[0])) if heir else {}  # where nobody waits, worker 0 has saved itself alone
+        return dict(_cloned(heir[0])) if heir else {}  # without lockstep, worker 0 has saved only itself
     merged: dict[str, dict[str, Tensor]] = {}
     for memory in heir if _has_residual(strategy) else ():
         for name, kept in memory.items():
@@ -464,25 +467,25 @@ def _has_residual(strategy: Strategy) -> bool:
 
 
 def conversions(saved: LoadedCheckpoint, workers: int, strategy: Strategy) -> list[str]:
-    """What differs from the run that was saved, and what becomes of it."""
+    """The differences from the saved run, and their consequences."""
     said = []
     old = Strategy.parse(saved.manifest.strategy)
     if saved.manifest.workers != workers:
         said.append(
-            f"{saved.manifest.workers} workers have become {workers}: each remaining sample is still used once, but a "
-            "step's batch has another size, and bits are not those of the run before"
+            f"{saved.manifest.workers} workers have become {workers}: each remaining sample is still used once, but "
+            "the batch of a step has another size, and results are not bit-identical to the run before"
         )
     if old.compression != strategy.compression and any(w["memory"] for w in saved.workers.values()):
         kept = _has_residual(old) and _has_residual(strategy)
         said.append(
             f"{old.compression} has become {strategy.compression}: "
-            + ("what was owed is still owed, other memory is lost" if kept else "what was owed is lost")
+            + ("the residual is kept, other state is lost" if kept else "the residual is lost")
         )
     return said
 
 
 def expect_clearing(model: nn.Module, saved: LoadedCheckpoint) -> None:
-    """A checkpoint holds no gradients. Where there were some, the loop must clear them before it adds to them."""
+    """A checkpoint holds no gradients. If there were some, the loop must clear them before it adds to them."""
     param = dict(model.named_parameters()).get(saved.common["gradient"] or "")
     if param is None:
         return
@@ -493,7 +496,7 @@ def expect_clearing(model: nn.Module, saved: LoadedCheckpoint) -> None:
         handle.remove()
         if param.grad is mark:
             raise LoopError(
-                "the loop adds to the gradients of the step before, which a checkpoint does not hold; let "
+                "the loop adds to the gradients of the previous step, which a checkpoint does not hold; let "
                 "optimizer.zero_grad() set them to None in every step"
             )
 
@@ -501,7 +504,7 @@ def expect_clearing(model: nn.Module, saved: LoadedCheckpoint) -> None:
 
 
 def _cloned(state: Any) -> Any:
-    """Tensors in memory of their own: the saved ones are needed twice, and torch reads a generator's state from the
+    """Tensors in separate memory: the saved ones are needed twice, and torch reads a generator's state from the
     beginning of its storage."""
     if isinstance(state, Tensor):
         return state.clone()

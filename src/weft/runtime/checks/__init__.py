@@ -1,1 +1,1 @@
-"""Checks on every step: finite values, equal replicas, equal steps."""
+"""Checks in every step: finite values, equal replicas, equal steps."""

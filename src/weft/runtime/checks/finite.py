@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.errors import LoopError
 from weft.runtime.checks.finite_gpu import DeferredFiniteCheck
 
-REMEDY = "lower the learning rate, clip gradients, or use a GradScaler, which skips such a step"
+REMEDY = "Lower the learning rate, clip gradients, or use a GradScaler, which skips such a step."
 
 
 def finite(flat: Tensor | None) -> bool:
@@ -38,12 +38,12 @@ def total(tensor: Tensor) -> Tensor:
 def check_gradient(name: str, grad: Tensor, step: int) -> None:
     """Refuse a gradient with NaN or infinity."""
     if not all_finite(grad):
-        raise refusal(f"the gradient of {name} is not finite", step)
+        raise refusal(f"The gradient of {name} is NaN or infinite", step)
 
 
 def refusal(finding: str, step: int) -> LoopError:
     """The error that ends a run, counted from step 1 as users do."""
-    return LoopError(f"{finding}, at step {step + 1}: {REMEDY}")
+    return LoopError(f"{finding} at step {step + 1}. {REMEDY}")
 
 
 class LocalFiniteCheck:
@@ -63,14 +63,14 @@ class LocalFiniteCheck:
         if totals and not torch.isfinite(torch.stack(totals)).all():
             found = next((i for i, grad in here.items() if not torch.isfinite(grad).all()), None)
             if found is not None:
-                raise refusal(f"the gradient of {self.names[found]} is not finite", step)
+                raise refusal(f"The gradient of {self.names[found]} is NaN or infinite", step)
 
     def look_back(self, step: int) -> None:
         """Read what a GPU found in the step before."""
         before, self._deferred = self._deferred, DeferredFiniteCheck(step)
         zeroed, _ = before.read()
         if zeroed is not None:
-            raise refusal(f"the gradient of {self.names[zeroed]} is not finite", before.step)
+            raise refusal(f"The gradient of {self.names[zeroed]} is NaN or infinite", before.step)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a GPU finds in the gradients of one step, without being asked: an answer now would hold it up.
+"""Non-finite checks on a GPU, read back one step late so that the host never waits for the device.
 
-It notes how large each worker's gradients are, and just before means are used it puts zeros in place of those that are
-not finite. The notes are read with the next step, when they are there, and nobody takes that step then.
+The GPU records the largest absolute value of each worker's gradients, and replaces non-finite means by zeros just
+before they are used. The records are read in the next step, which is then not taken.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 Means = tuple[Sequence[int], Tensor | None]
-"""Parameters by their numbers, and the memory in which their means lie together, if any."""
+"""The indices of parameters, and the memory of their means, if it is contiguous."""
 
 
 @dataclass
 class DeferredFiniteCheck:
-    """The notes of one step; parameters are known by their number in the model."""
+    """The records of one step; parameters are identified by their index in the model."""
 
     step: int = 0
     given: list[tuple[int, Sequence[int], Sequence[Tensor]]] = field(default_factory=list)
-    """A worker's rank, parameters, and the largest absolute value in each one's gradient."""
+    """A worker's rank, its parameters, and the largest absolute value of each gradient."""
     zeroed: list[tuple[Sequence[Sequence[int]], Tensor, torch.cuda.Event]] = field(default_factory=list)
-    """Parameters by bucket, whether zeros had to be put there, and when that can be read."""
+    """Parameters by bucket, whether their means were replaced by zeros, and an event after which that can be read."""
 
     def note(self, rank: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """A worker's gradients, before they are exchanged."""
+        """Record a worker's gradients, before they are exchanged."""
         full = [(index, grad) for index, grad in zip(members, grads, strict=True) if grad.numel()]
         self.given.append((rank, [index for index, _ in full], _largest([grad for _, grad in full])))
 
     def shield(self, means: Sequence[Means]) -> None:
-        """Means are about to be used: those that are not finite become zeros."""
+        """Replace non-finite means by zeros, just before they are used."""
         there = [(members, flat) for members, flat in means if flat is not None and flat.numel()]
         if not there:
             return
@@ -44,8 +44,8 @@ class DeferredFiniteCheck:
         self.zeroed.append(([members for members, _ in there], words, event))
 
     def read(self) -> tuple[int | None, tuple[int, int] | None]:
-        """The first parameter, or one it shares a bucket with, whose mean was not finite; and the worker here and the
-        parameter that are to blame. Waits for a GPU that is a step behind."""
+        """The first parameter in a bucket with a non-finite mean; and the local worker and parameter that caused it.
+        Waits for a GPU that is a step behind."""
         zeroed = None
         for groups, words, event in self.zeroed:
             event.synchronize()
@@ -61,5 +61,5 @@ class DeferredFiniteCheck:
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    """For each the largest absolute value, which is finite where all values are."""
+    """The largest absolute value of each tensor, which is finite if and only if all values are."""
     return list(torch._foreach_norm(tensors, torch.inf)) if tensors else []

@@ -26,7 +26,7 @@ def parameter_hash(params: Sequence[Tensor]) -> int:
         whole = 0
         for total in torch.stack(totals).tolist() if totals else []:
             whole = (whole * 31 + total) % 2**62
-    return whole + 1  # 0 stands for none
+    return whole + 1  # 0 means no hash
 
 
 def check_hashes(hashes: Sequence[int], step: int) -> None:
@@ -36,10 +36,10 @@ def check_hashes(hashes: Sequence[int], step: int) -> None:
         return
     usual, count = counts.most_common(1)[0]
     odd = [process for process, each in enumerate(hashes) if each != usual]
-    which = f"process {odd[0]} differs" if count > len(odd) else "processes differ"
+    which = f"process {odd[0]} differs from the others" if count > len(odd) else "processes differ"
     raise LoopError(
-        f"replicas have drifted apart by step {step}: {which} from the others; something other than the optimizer "
-        "changes parameters, or memory is faulty: resume from the last checkpoint"
+        f"Replicas have diverged by step {step}: {which}. Resume from the last checkpoint, and make sure that only the "
+        "optimizer changes parameters; if it does, memory may be faulty."
     )
 
 
@@ -48,23 +48,23 @@ def check_steps(steps: Sequence[int], finished: Sequence[bool]) -> None:
     if len(set(steps)) > 1:
         fewest, most = steps.index(min(steps)), steps.index(max(steps))
         raise LoopError(
-            f"process {fewest} has taken {min(steps)} steps, process {most} {max(steps)}: a step that only some "
-            "workers skip leaves replicas that differ; decide by a value that all workers have alike, such as the norm "
-            "that run.clip() returns"
+            f"process {fewest} has taken {min(steps)} steps, process {most} {max(steps)}: replicas differ if only some "
+            "workers skip a step; decide by a value that is equal on all workers, such as the norm that run.clip() "
+            "returns"
         )
     if len(set(finished)) > 1:
         raise LoopError(
             f"process {finished.index(True)} has no more batches after {steps[0]} steps, process "
-            f"{finished.index(False)} continues; give run.shard() a loader of the same length in every process, or "
-            "say own=True"
+            f"{finished.index(False)} has; give run.shard() a loader of the same length in every process, or pass "
+            "own=True"
         )
 
 
 def check_batches(fingerprints: Sequence[int]) -> None:
-    """Refuse to continue where processes deal from different batches."""
+    """Raise LoopError if the loaders of the processes give different batches."""
     if len(set(fingerprints)) > 1:
         raise LoopError(
-            "the loaders of the processes give different batches, so that samples would be used twice or never; build "
-            "the loader alike in every process: shuffle by DataLoader(shuffle=True), or with a generator of a fixed "
-            "seed (torch.randperm(n, generator=torch.Generator().manual_seed(epoch))); or say own=True"
+            "the loaders of the processes give different batches, so samples would be used twice or never; build "
+            "the loader identically in every process: shuffle with DataLoader(shuffle=True), or with a generator of a "
+            "fixed seed (torch.randperm(n, generator=torch.Generator().manual_seed(epoch))); or pass own=True"
         )

@@ -24,7 +24,7 @@ class StepStatus:
     def __init__(self, names: Sequence[str], params: Sequence[Tensor], *, lossless: bool) -> None:
         self.names, self.params = names, params
         self.lossless = lossless
-        """Whether means are finite where gradients are: shares add up to 1, so a plain sum of them cannot overflow."""
+        """Whether finite gradients have a finite mean: shares add up to 1, so a plain sum of them cannot overflow."""
         self.termination_requested = False
         """Whether this process has received SIGTERM."""
         self.leaving = False
@@ -111,9 +111,9 @@ class StepStatus:
         replicas.check_batches([row[6] for row in rows])
         found = next((row for row in rows if row[2]), None)
         if found is not None:
-            self.finding = f"worker {found[1] - 1} has a gradient that is not finite, of {self.names[found[2] - 1]}"
+            self.finding = f"The gradient of {self.names[found[2] - 1]} on worker {found[1] - 1} is NaN or infinite"
         elif self._mean >= 0:
-            self.finding = f"the workers' gradients of {self.names[self._mean]} are finite, but their sum is not"
+            self.finding = f"The workers' gradients of {self.names[self._mean]} are finite, but their sum is not,"
         replicas.check_hashes([row[3] for row in rows], self.step)
 
     # --- consequences -----------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Exchanges of gradient buckets beside backward."""
+"""Exchange of gradient buckets, overlapped with backward."""

@@ -1,4 +1,4 @@
-"""Where one worker's gradients lie between backward and step, bucket by bucket."""
+"""Memory of one worker's gradients between backward and step, by bucket."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from weft.schedule import Timetable
 
 
 class BucketMemory:
-    """A bucket of several parameters has memory of its own; a bucket of one takes over what autograd made.
+    """A bucket of several parameters has its own memory; a bucket of one uses the gradient that autograd allocated.
 
-    Parameters are known by their number in the model; `members[b]` are those of bucket b.
+    Parameters are identified by their index in the model; `members[b]` are the indices of bucket b.
     """
 
     def __init__(
         self, timetable: Timetable, members: Sequence[Sequence[int]], params: Sequence[Tensor], *, leads: bool
     ) -> None:
         self.params, self.members = params, members
-        self.leads = leads  # `.grad` follows, as it does for the last of several carried workers
+        self.leads = leads  # `.grad` follows the bucket; true for the last of several logical workers in a process
         self._waiting: dict[int, tuple[Tensor, float]] = {}
         self.factors: dict[int, tuple[Tensor, Tensor]] = {}
-        """What gradients are products of, where a compressor asks for that."""
+        """The factors of gradients, if the compressor needs them."""
         self.looked_at: dict[int, bool] = {}
-        """Whether a gradient is finite, where that was seen when it was weighed."""
+        """Whether a gradient is finite, if that was determined while it was scaled."""
         self.alone: dict[int, tuple[int, Spec]] = {}
         self.buckets: list[Bucket | None] = [None] * len(members)
         self._views: dict[int, Tensor] = {}
@@ -49,23 +49,23 @@ class BucketMemory:
             self.buckets[b] = Bucket(tuple(pieces), flat)
 
     def holds(self, index: int, grad: Tensor) -> bool:
-        """Whether this gradient already lies in its bucket."""
+        """Whether this gradient is already in its bucket."""
         view = self._views.get(index)
         return view is not None and view.data_ptr() == grad.data_ptr()
 
     def view(self, index: int) -> Tensor:
-        """A parameter's gradient in its bucket."""
+        """The gradient of a parameter, as a view of its bucket."""
         return self._views[index]
 
     def contents(self, bucket: int) -> tuple[Sequence[int], Tensor | None]:
-        """A bucket's parameters, and the memory that their gradients are in."""
+        """The parameters of a bucket, and the memory of their gradients."""
         there = self.buckets[bucket]
         return self.members[bucket], there.flat if there is not None else None
 
     def handed(self, bucket: int) -> Bucket:
-        """A full bucket, as an exchange gets it."""
+        """A full bucket, in the form that an exchange takes."""
         there = self.buckets[bucket]
-        assert there is not None, "a gate opens when the bucket is full"
+        assert there is not None, "a bucket is ready once it is full"
         if not self.factors:
             return there
         found = [self.factors.pop(i, None) for i in self.members[bucket]]
@@ -75,9 +75,9 @@ class BucketMemory:
         return Bucket(tuple(replace(piece, factors=pair) for piece, pair in pieces), there.flat)
 
     def put(self, index: int, grad: Tensor, share: float) -> None:
-        """Weigh a gradient into its bucket, in one pass (none at all where it is alone and weighs 1).
+        """Scale a gradient by a share and put it into its bucket, in one pass (none for a bucket of one and share 1).
 
-        A bucket of several is filled later, at once: `fill`.
+        A bucket of several parameters is filled later, all at once: `fill`.
         """
         if index not in self.alone:
             self._waiting[index] = grad, share
@@ -93,10 +93,10 @@ class BucketMemory:
             view.mul_(share)
 
     def fill(self, bucket: int) -> None:
-        """Move what waits into the bucket's memory, and `.grad` with it.
+        """Copy pending gradients into the bucket's memory, and point `.grad` to it.
 
-        On a CPU this is done in the thread of backward, as soon as the bucket is full: all cores that compute take
-        part, and the gradients are still in their caches. On a GPU the engine does it, on its own stream.
+        On a CPU the thread of backward does this as soon as the bucket is full: all compute cores take part, and the
+        gradients are still in their caches. On a GPU the engine does it, on its own stream.
         """
         waiting = [index for index in self.members[bucket] if index in self._waiting]
         for index in waiting:
@@ -115,13 +115,13 @@ class BucketMemory:
             self.looked_at[self.members[bucket][0]] = finite(flat)
 
     def zero(self, index: int) -> None:
-        """No gradient: nothing is added."""
+        """Set a missing gradient to zero."""
         if index in self.alone and index not in self._views:
             self.take(index, _fresh(self.params[index]))
         self._views[index].zero_()
 
     def take(self, index: int, grad: Tensor) -> None:
-        """A gradient's own memory becomes its bucket."""
+        """Use a gradient's own memory as its bucket."""
         b, spec = self.alone[index]
         flat = grad.as_strided((grad.numel(),), (1,))
         self._views[index] = grad
@@ -130,7 +130,7 @@ class BucketMemory:
         self.buckets[b] = Bucket((Piece(spec, flat, flat, value=self._values[index]),), flat)
 
     def release(self) -> None:
-        """Let go of memory that autograd made, so that it can be used again."""
+        """Release memory that autograd allocated, so that it can be reused."""
         for index, (b, _) in self.alone.items():
             self._views.pop(index, None)
             self.buckets[b] = None
@@ -140,19 +140,19 @@ LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def weigh(grad: Tensor, share: float) -> bool:
-    """Multiply by a share, and say whether all values are finite, in one pass over memory."""
+    """Multiply by a share, and return whether all values are finite, in one pass over memory."""
     found = torch.zeros(1, dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor(share, dtype=torch.float32))
     return not found.item()
 
 
 def _shaped(part: Tensor, param: Tensor) -> Tensor:
-    """A bucket's range as a gradient, strided like its parameter where that is dense, as autograd wants it."""
+    """A range of a bucket as a gradient, with its parameter's strides if those are dense, as autograd expects."""
     return part.as_strided(param.shape, param.stride()) if _dense(param) else part.view(param.shape)
 
 
 def _flat(param: Tensor) -> Tensor | None:
-    """A parameter's own memory, in the order in which its gradient lies in a bucket."""
+    """A parameter's memory as a flat tensor, in the order of its gradient in a bucket; None if it is not dense."""
     return param.detach().as_strided((param.numel(),), (1,)) if _dense(param) else None
 
 
@@ -161,7 +161,7 @@ def _fresh(param: Tensor) -> Tensor:
 
 
 def _alike(grad: Tensor, param: Tensor) -> bool:
-    """Whether a gradient is dense memory in the layout that every rank gives this parameter."""
+    """Whether a gradient is dense memory in the layout that every rank uses for this parameter."""
     return _dense(param) and grad.stride() == param.stride() and grad.dtype == param.dtype and not grad.is_conj()
 
 

@@ -1,6 +1,6 @@
-"""What the first steps show: when backward finishes each parameter, and what a sum of some bytes costs on these links.
+"""Calibration in the first steps: when backward finishes each parameter, and the all-reduce time by size.
 
-Measured once, agreed on by all processes, kept in the run folder, and read from there where a run goes on.
+It is measured once, agreed on by all processes, stored in the run folder, and read from there when a run resumes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.runtime.record.files import writing
 from weft.transport.collective import Processes
 
 STEPS = 3
-"""Steps that are watched, after the first, whose order of parameters is a guess."""
+"""Steps that are measured, after the first one, in which the order of parameters is a guess."""
 _SIZES = [4**k * 1024 for k in range(8)]
 _TRIES = 3
 _LONG_S = 0.2
@@ -29,7 +29,7 @@ _FILE = "seen.json"
 
 
 class Calibration:
-    """Watches the first steps of one process."""
+    """Measures the first steps of one process."""
 
     def __init__(self, transport: Processes, clock: Clock, names: Sequence[str], folder: Path | None) -> None:
         self.transport, self.clock, self.names, self.folder = transport, clock, names, folder
@@ -40,7 +40,7 @@ class Calibration:
         self._steps[-1].append((index, self.clock.stamp()))
 
     def step_ended(self) -> bool:
-        """Returns whether enough was seen."""
+        """Returns whether enough steps are measured."""
         self._steps.append([])
         return len(self._steps) - 1 > STEPS
 
@@ -48,12 +48,12 @@ class Calibration:
         return self._steps[-1 - max(1, STEPS) : -1]
 
     def learn(self, order: Sequence[int], device: torch.device) -> Measured:
-        """What everyone agrees on; all processes call this at the same point."""
+        """The agreed measurements; a collective call."""
         times: dict[int, list[float]] = {index: [] for index in order}
         for step in self._watched():
             at = {index: self.clock.seconds(stamp) for index, stamp in step}
             first, last = min(at.values(), default=0.0), max(at.values(), default=0.0)
-            for index in order:  # what backward did not reach is known when it ends
+            for index in order:  # a parameter that backward did not reach is known when backward ends
                 times[index].append(at.get(index, last) - first)
         mine = [round(statistics.median(times[index]) * 1e9) for index in order]
         everyone = numpy.mean(self.transport.tell(mine), axis=0) / 1e9
@@ -69,7 +69,7 @@ class Calibration:
         return seen
 
     def _cost(self, device: torch.device) -> Cost:
-        """The time of a sum, from small to large, until it takes long; the slowest process's counts."""
+        """All-reduce times from small to large sizes, until one takes long; the slowest process counts."""
         points = []
         for size in _SIZES:
             took = [self._one_sum(size, device) for _ in range(_TRIES + 1)][1:]
@@ -88,7 +88,7 @@ class Calibration:
         return _now(device) - began
 
     def _fill_s(self, device: torch.device) -> float:
-        """The time of moving a byte into a bucket; the slowest process's counts."""
+        """The time to copy one byte into a bucket; the slowest process counts."""
         size = _SIZES[-1] // 4
         source, bucket = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
         took = []
@@ -100,7 +100,7 @@ class Calibration:
         return float(max(row[0] for row in everyone) / 1e9 / size)
 
     def recall(self) -> Measured | None:
-        """What an earlier part of this run has seen, as process 0 finds it."""
+        """The measurements of an earlier part of this run, as process 0 finds them in the run folder."""
         found: dict[str, Any] = {"names": [], "numbers": []}
         if self.folder is not None and self.transport.layout.process == 0 and (self.folder / _FILE).exists():
             seen = Measured.read(self.folder / _FILE)

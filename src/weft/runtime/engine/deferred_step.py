@@ -1,7 +1,7 @@
-"""What a loop has asked for and not got yet: means that are on their way, a step that is taken as they arrive.
+"""A step that is applied bucket by bucket as means arrive, while the loop continues.
 
-Before `step`, whoever touches a parameter or its gradient waits for all means. After it, whoever touches a parameter
-waits for its bucket's mean, and the bucket's parameters are updated there and then.
+Before `step`, an access to a parameter or its gradient waits for all means. After it, an access to a parameter waits
+for the mean of its bucket only, and updates the bucket's parameters at that moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Step = Callable[[Sequence[Tensor]], None]
 
 
 class Deferred:
-    """The deferred part of one step: `begin`, `step`, perhaps `clear`; over with `flush` at the latest."""
+    """The deferred part of one step: `begin`, `step`, optionally `clear`; complete after `flush`."""
 
     def __init__(self, engine: Engine, phases: PhaseTimer) -> None:
         self.engine, self.phases = engine, phases
@@ -29,7 +29,7 @@ class Deferred:
         self._step: Step | None = None
 
     def begin(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """Backward returns, and the means of these buckets' parameters are on their way."""
+        """Backward returns while the means of these buckets are still being exchanged."""
         self.under_way = True
         self.buckets = buckets
         self.bucket_of = {id(param): b for b, params in enumerate(buckets) for param in params}
@@ -42,12 +42,12 @@ class Deferred:
         return self._step is not None
 
     def step(self, step: Step) -> None:
-        """Take this step for each bucket's parameters, when their mean is there and somebody needs them."""
+        """Apply this step to each bucket's parameters once their mean has arrived and they are accessed."""
         self._step = step
         self.awaited = set(range(len(self.buckets)))
 
     def clear(self) -> None:
-        """zero_grad() after step(): each gradient goes when its parameter has been updated."""
+        """zero_grad() after step(): each gradient is cleared when its parameter has been updated."""
         self.clearing = True
         for params in self.buckets:
             for param in params:
@@ -55,7 +55,7 @@ class Deferred:
                     param.grad = None
 
     def flush(self) -> None:
-        """Wait for everything."""
+        """Wait for all buckets."""
         if not self.under_way:
             return
         if self.stepping:
@@ -79,17 +79,17 @@ class Deferred:
             return
         if not self._said:
             log.warning(
-                "something looks at gradients or parameters between backward and step, so all means are waited for "
-                "there: right, but the next forward does not start early"
+                "gradients or parameters are accessed between backward and step, so all means are awaited there: "
+                "results are correct, but the next forward does not start early"
             )
             self._said = True
         self.flush()
 
     def _await(self, bucket: int) -> None:
-        """Update a bucket's parameters, and with them all others whose means are there: one call costs less than many.
+        """Update a bucket's parameters, together with all others whose means have arrived: one call is cheaper.
 
-        While the bucket itself is still to come, the others are updated first. On a GPU a mean that is "there" may
-        still have to be waited for in the stream, so only the bucket that was asked for is updated.
+        While the bucket's own mean is pending, the others are updated first. On a GPU an arrived mean may still have to
+        be awaited in the stream, so only the requested bucket is updated.
         """
         together = self.engine.stream is None
         if together and not self.engine.arrived[bucket].is_set():
@@ -100,11 +100,11 @@ class Deferred:
         self._update(self._arrived() if together else [bucket])
 
     def _arrived(self) -> list[int]:
-        """Buckets whose means are there, and whose parameters are not updated yet."""
+        """Buckets whose means have arrived and whose parameters are not updated yet."""
         return [bucket for bucket in self.awaited if self.engine.arrived[bucket].is_set()]
 
     def _update(self, buckets: Sequence[int]) -> None:
-        """Take the step for buckets whose means have arrived."""
+        """Apply the step to buckets whose means have arrived."""
         if not buckets:
             return
         assert self._step is not None

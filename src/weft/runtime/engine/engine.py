@@ -1,8 +1,8 @@
-"""The engine drives exchanges beside backward, and beside the next forward: one thread, one order on every rank.
+"""The engine runs exchanges in parallel to backward and to the next forward: one thread, one order on every rank.
 
-Hooks say when a bucket's gradients are complete. The thread lets each bucket's exchange run up to its next collective,
-cuts that into the parts that the timetable says, and issues them in the timetable's order. What comes back is put
-together, the exchange goes on, and when it is over the mean is in place.
+Hooks report when the gradients of a bucket are complete. The engine's thread runs each bucket's exchange up to its next
+collective, cuts that into the parts of the timetable, and issues them in the timetable's order. Once all parts are
+complete, the exchange continues with their joined result, until the mean is in place.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from weft.transport.payloads import cut, joined
 
 
 class Engine:
-    """Exchanges the buckets of one step at a time: `begin`, `ready` for each bucket, then `wait` for one after another,
-    and `finish`."""
+    """Exchanges the buckets of one step at a time: `begin`, `ready` for each bucket, `wait` for one bucket at a time,
+    then `finish`."""
 
     def __init__(self, strategy: Strategy, transport: Processes, device: torch.device, seed: int) -> None:
         self.compression, self.schedule = strategy.compression, strategy.schedule
@@ -56,15 +56,15 @@ class Engine:
         return self.schedule.timetable(specs, self.rounds, seen)
 
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
-        """What a bucket of these parameters exchanges."""
+        """The rounds of a bucket of these parameters."""
         return self.compression.rounds([spec.real() for spec in specs], self.transport.layout.workers)
 
-    # --- for the loop -----------------------------------------------------------------------------------------------
+    # --- in the loop's thread ---------------------------------------------------------------------------------------
 
     def begin(self, memory: Sequence[BucketMemory], step: int) -> None:
-        """Start a step's exchange of what lies, or will lie, in each carried worker's memory."""
+        """Start the exchange of a step, for the gradient memory of each logical worker of this process."""
         if self._under_way or self._error:
-            raise LoopError("the last backward broke off in the middle of its exchange; the run cannot go on")
+            raise LoopError("The last backward was interrupted during its exchange. Resume the run from a checkpoint.")
         self.status.begin(step)
         self._under_way = True
         self.memory = memory
@@ -73,19 +73,19 @@ class Engine:
         self.arrived = [threading.Event() for _ in range(count)]
         self.through: list[Any] = [None] * count
         self.fine = [True] * count
-        """Whether a bucket's mean is finite, as far as that has to be known before it is used."""
+        """Whether a bucket's mean is finite, if that must be known before it is used."""
         self.issued = threading.Event()
         self.spans = Spans()
         self._events.put(lambda: self._begin(step))
 
     def ready(self, bucket: int) -> None:
-        """All carried workers' gradients of this bucket are in place."""
+        """The gradients of this bucket are in place, for all logical workers of this process."""
         if self.stream is not None:
             self.marks[bucket] = torch.cuda.current_stream(self.device).record_event()
         self._events.put(lambda: self._opened(bucket))
 
     def wait(self, bucket: int) -> bool:
-        """Until a bucket's mean is in place. Returns whether that was still to come."""
+        """Wait until a bucket's mean is in place. Returns whether it was pending."""
         late = not self.arrived[bucket].is_set()
         self.arrived[bucket].wait()
         if self._error is not None:
@@ -95,22 +95,22 @@ class Engine:
         return late
 
     def finish(self) -> None:
-        """Until every mean is in place."""
+        """Wait until every mean is in place."""
         for bucket in range(len(self.arrived)):
             self.wait(bucket)
         self._under_way = False
         self.status.judge(self._telling.heard())
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Everyone gets process 0's values. Where the library carries them, they queue behind this step's exchange."""
+        """Broadcast process 0's values. Collectives of the library are queued behind the exchange of this step."""
         if tensors and self._under_way and self.transport.mesh is None:
             self.issued.wait()
         self.transport.spread(tensors)
 
-    # --- in the thread ----------------------------------------------------------------------------------------------
+    # --- in the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters that wait for an update do not wait for this thread
+        with torch._C.DisableTorchFunctionSubclass():  # lazy parameters must not wait for this thread
             while True:
                 act = self._events.get()
                 try:
@@ -138,14 +138,14 @@ class Engine:
             self._telling = self.transport.tell_later(self.status.message)
 
     def _issue(self) -> None:
-        """Everything whose turn it is."""
+        """Issue every slot that is allowed now."""
         while (slot := self._issue_order.next()) is not None:
             self._exchanges[slot.bucket].issue(slot)
         if self._issue_order.empty:
             self.issued.set()
 
     def part_done(self, slot: Slot) -> None:
-        """A part is back; after a round's last part the exchange goes on, after the last round it is over."""
+        """A part is complete. After a round's last part the exchange continues; after the last round it is complete."""
         if self._issue_order.done(slot):
             self._exchanges[slot.bucket].go_on()
             if self._issue_order.over(slot.bucket):
@@ -155,7 +155,7 @@ class Engine:
                 self.arrived[slot.bucket].set()
 
     def _look_at(self, bucket: int) -> None:
-        """A mean is there. One that is not finite goes no further, nor does what it left in a compressor's memory."""
+        """Check an arrived mean. A non-finite one is not used, and is removed from the compressor's state."""
         mean = self.memory[-1].buckets[bucket]
         assert mean is not None
         self.fine[bucket] = self.status.check_means(self.memory[-1].members[bucket], mean)
@@ -165,7 +165,7 @@ class Engine:
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def again(self, act: Callable[[], None]) -> None:
-        """Go on with something in this thread, from whichever thread its waiting ended in."""
+        """Run `act` in the engine's thread; called from any thread."""
         self._events.put(act)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -173,7 +173,7 @@ class Engine:
 
 
 class BucketExchange:
-    """One bucket on its way: its flows, one for each carried worker, and the collective that they are at."""
+    """The exchange of one bucket: one flow for each logical worker of this process, and their present collective."""
 
     def __init__(self, engine: Engine, bucket: int, step: int) -> None:
         self.engine, self.bucket, self.step = engine, bucket, step
@@ -181,7 +181,7 @@ class BucketExchange:
         self.results: list[Any] = []
 
     def start(self) -> None:
-        """The gradients are there: run up to the first collective."""
+        """The gradients are ready: run up to the first collective."""
         engine, layout = self.engine, self.engine.transport.layout
         begun = engine.clock.stamp()
         self.flows = []
@@ -203,7 +203,7 @@ class BucketExchange:
         engine.spans.encode.append((begun, engine.clock.stamp()))
 
     def issue(self, slot: Slot) -> None:
-        """Put one part of the present collective on the wire."""
+        """Issue one part of the present collective."""
         if not self.results:
             self.results = [None] * slot.parts
         wire = self.engine.transport.perform(cut(self.ops, slot.part, slot.parts), self.bucket << 20 | slot.part)
@@ -228,7 +228,7 @@ class BucketExchange:
         self._advance(slot, wire, issued)
 
     def go_on(self) -> None:
-        """All parts of a collective are back."""
+        """All parts of a collective are complete: resume the flows."""
         begun = self.engine.clock.stamp()
         self._resume(joined(self.ops, self.results))
         self.engine.spans.decode.append((begun, self.engine.clock.stamp()))

@@ -1,6 +1,6 @@
-"""What may go on the wire now: a timetable, the gates that backward has opened, the rounds under way, and the credit.
+"""Decides which slot may be issued next, from the timetable, ready buckets, rounds in progress and the credit.
 
-Pure bookkeeping, without threads, tensors or clocks: the engine keeps it for real, a test in virtual time.
+Pure bookkeeping without threads, tensors or clocks: the engine uses it in real time, tests in virtual time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from weft.schedule import Slot, Timetable
 
 
 class IssueOrder:
-    """One step's slots, in their order. `opened`, `next`, `done` for each slot, until `over`."""
+    """The slots of one step, in order. `opened` for each bucket, `next` and `done` for each slot, until `over`."""
 
     def __init__(self, timetable: Timetable) -> None:
         self.timetable = timetable
@@ -24,11 +24,11 @@ class IssueOrder:
         self._bytes = 0
 
     def opened(self, bucket: int) -> None:
-        """Backward has finished this bucket's gradients."""
+        """Backward has finished the gradients of this bucket."""
         self._open[bucket] = True
 
     def next(self) -> Slot | None:
-        """The next slot in order, and it counts as under way from now on; None: not yet."""
+        """The next slot in order, which counts as in progress from now on; None if it may not be issued yet."""
         if self.empty:
             return None
         slot = self.timetable.slots[self._next]
@@ -42,11 +42,11 @@ class IssueOrder:
 
     @property
     def empty(self) -> bool:
-        """Whether every slot has been handed out."""
+        """Whether every slot has been issued."""
         return self._next == len(self.timetable.slots)
 
     def done(self, slot: Slot) -> bool:
-        """A slot is through. Returns whether its round is, with all of its parts."""
+        """A slot is complete. Returns whether all parts of its round are complete."""
         self._under_way -= 1
         self._bytes -= slot.nbytes
         self._parts[slot.bucket] += 1
@@ -57,5 +57,5 @@ class IssueOrder:
         return True
 
     def over(self, bucket: int) -> bool:
-        """Whether all of a bucket's rounds are through."""
+        """Whether all rounds of a bucket are complete."""
         return self._round[bucket] > self._last[bucket]

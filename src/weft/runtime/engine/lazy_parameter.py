@@ -1,8 +1,8 @@
-"""A parameter that is late: its update is on its way, and the first to touch the parameter waits for it.
+"""A parameter with a pending update. The first access waits for the update.
 
-While a parameter is late its class is `LazyParameter`, and torch asks that class before anything is done with it. So it
-does not matter who comes first: a layer's forward, tied weights, an average of the weights, `state_dict`, a print. On
-arrival it is an ordinary `nn.Parameter` again.
+While an update is pending, the parameter's class is `LazyParameter`, and `__torch_function__` intercepts every access:
+a layer's forward, tied weights, an average of the weights, `state_dict`, a print. After the update it is an ordinary
+`nn.Parameter` again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 Touched = Callable[["LazyParameter"], None]
-"""Called when a late parameter, or its gradient, is touched; returns when the parameter has arrived."""
+"""Called when a lazy parameter or its gradient is accessed; returns when the parameter is updated."""
 
 
 class LazyParameter(nn.Parameter):
-    """An `nn.Parameter` that somebody must wait for."""
+    """An `nn.Parameter` whose update is pending."""
 
     _touched: Touched
     _kind: type[nn.Parameter]
-    """What it is when it is not late."""
+    """The class of the parameter once it is updated."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,7 @@ class LazyParameter(nn.Parameter):
                 return func(*args, **kwargs)
         with _outside_transforms():
             for parameter in pytree.tree_leaves((args, kwargs)):
-                if type(parameter) is LazyParameter:  # one that arrives may bring others along
+                if type(parameter) is LazyParameter:  # updating one parameter may have updated others
                     parameter._touched(parameter)
         return func(*args, **kwargs)
 
@@ -56,14 +56,14 @@ _HARMLESS = {
 
 
 def _outside_transforms() -> AbstractContextManager[Any]:
-    """An update is not part of the function that torch.func transforms, even where that function waits for it."""
+    """Suspend torch.func transforms: an update is not part of the transformed function, even if that waits for it."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return temporarily_clear_interpreter_stack()
 
 
 def make_lazy(parameter: Tensor, touched: Touched) -> None:
-    """From now on, whoever touches the parameter is held up by `touched`."""
+    """Make every access to the parameter call `touched`."""
     if type(parameter) is not LazyParameter:
         parameter._kind = type(parameter)  # type: ignore[attr-defined]
         parameter.__class__ = LazyParameter
@@ -71,7 +71,7 @@ def make_lazy(parameter: Tensor, touched: Touched) -> None:
 
 
 def make_ready(parameter: Tensor) -> None:
-    """The parameter is what it was before."""
+    """Restore the parameter's original class."""
     if type(parameter) is LazyParameter:
         kind = parameter._kind
         del parameter._touched, parameter._kind

@@ -1,4 +1,4 @@
-"""What linear layers' gradients are made of: their inputs, and what came back to their outputs."""
+"""The factors of linear layers' gradients: the layers' inputs, and the gradients of their outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 
 class Factors:
-    """Kept from a layer's forward and backward until its weight's gradient is handed over, where it ran once."""
+    """Keeps the factors of each linear layer from forward and backward until its weight's gradient is taken.
+
+    Only a layer that ran once in the step has factors.
+    """
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
         self._inputs: dict[int, Tensor] = {}
@@ -28,7 +31,7 @@ class Factors:
             if not torch.is_grad_enabled():
                 return
             self._runs[index] += 1
-            if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func: no plain product of these two
+            if torch._C._functorch.peek_interpreter_stack() is not None:  # under torch.func there is no plain product
                 self._runs[index] += 1
             elif out.requires_grad:
                 self._inputs[index] = args[0].detach()
@@ -40,7 +43,7 @@ class Factors:
         layer.register_forward_hook(ran)
 
     def take(self, index: int, share: float) -> tuple[Tensor, Tensor] | None:
-        """(G, X), a row for each sample: the gradient, weighed by a share, is G'X; None where that cannot be said."""
+        """(G, X), one row per sample, with G'X equal to the gradient times `share`; None if they are not known."""
         runs, x, g = self._runs.pop(index, 0), self._inputs.pop(index, None), self._returned.pop(index, None)
         if runs != 1 or x is None or g is None:
             return None

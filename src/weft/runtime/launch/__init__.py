@@ -1,1 +1,1 @@
-"""Starting the processes of a run, and each process's place in it."""
+"""Starts the processes of a run, and determines each process's place in it."""

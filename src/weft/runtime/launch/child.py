@@ -1,4 +1,4 @@
-"""One process of a launched run: runs the job as a script, and leaves word if that fails."""
+"""One process of a launched run: runs the job as a script, and reports a failure to the launcher."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def main() -> None:
             run.close()
             return
         status = leaving.code if isinstance(leaving.code, int) else 1
-        if status == TERMINATED:  # the run was saved, and everyone leaves
+        if status == TERMINATED:  # the run is saved, and all processes exit
             run.close(well=False)
             sys.exit(TERMINATED)
-        _leave_word("SystemExit", f"the job left with status {leaving.code}", "", user=status == 2)
+        _leave_word("SystemExit", f"the job exited with status {leaving.code}", "", user=status == 2)
     except UserError as error:
         status = 2
         _leave_word(type(error).__name__, str(error), "", user=True)
@@ -49,11 +49,11 @@ def main() -> None:
         _leave_word(type(error).__name__, str(error), _own_traceback(error), user=False)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # peers may be gone: no goodbyes
+    os._exit(status)  # peers may be gone, so skip orderly shutdown
 
 
 def _show_log() -> None:
-    """Everything from process 0. The others would say the same again, but for what becomes of their part of a save."""
+    """Show all messages of process 0. Others would repeat them, except about their own part of a checkpoint."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("weft").setLevel(logging.INFO)

@@ -1,6 +1,6 @@
-"""Starts a run's processes on this machine, relays what they say, and ends them all when one fails.
+"""Starts the processes of a run on this machine, relays their output, and ends all of them when one fails.
 
-Nothing is left behind: no process (they die with the launcher, even by SIGKILL), no port, no temporary file.
+Nothing is left behind: no process (they die with the launcher, even on SIGKILL), no port, no temporary file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_job(name: str) -> Path:
     try:
         compile(path.read_text(encoding="utf-8"), str(path), "exec")
     except SyntaxError as error:
-        raise JobError(f"the job {name} does not parse: line {error.lineno}: {error.msg}; mend it first") from None
+        raise JobError(f"the job {name} does not parse: line {error.lineno}: {error.msg}; fix it first") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise JobError(f"the job {name} cannot be read: {error}; give a Python script") from None
     return path
@@ -61,7 +61,7 @@ def _meant(name: str) -> str:
 
 
 def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
-    """Run a job to its end. Raises JobFailedError with the first failing process's own traceback."""
+    """Run a job to its end. Raises JobFailedError with the traceback of the first process that failed."""
     job = find_job(spec.job)
     with (
         _scratch() as folder,
@@ -82,13 +82,13 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
             raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
         failed = [child for child in children if child.process.returncode != 0]
         if spec.survives_worker_loss and len(failed) < spec.workers and not any(child.server for child in failed):
-            return  # whoever was lost, others went on to the end
+            return  # some workers were lost, but the others reached the end
         raise_first_failure(children, folder)
 
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A temporary folder, held by a lock. Those whose launcher was killed go with the next launch."""
+    """A locked temporary folder. Folders whose launcher was killed are removed by the next launch."""
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     try:
         with (folder / "held").open("wb") as lock:
@@ -97,7 +97,7 @@ def _scratch() -> Iterator[Path]:
             for left in folder.parent.glob("weft-*/lock"):
                 with suppress(OSError), os.fdopen(os.open(left, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)) as other:
                     about = os.fstat(other.fileno())
-                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # nobody else's, and no pipe
+                    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():  # not another user's, and no pipe
                         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(left.parent, ignore_errors=True)
             yield folder
@@ -107,7 +107,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _ended() -> Iterator[list[Child]]:
-    """Processes that are all gone in the end."""
+    """A list of processes that are all ended on exit."""
     children: list[Child] = []
     try:
         yield children
@@ -152,7 +152,7 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
 
 
 def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
-    """What a process is told about the run and its place in it, wherever it is started."""
+    """The environment that tells a process about the run and its place in it, on any machine."""
     return {
         "RANK": rank,
         "WORLD_SIZE": spec.count,
@@ -176,7 +176,7 @@ def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
 
 
 def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
-    """The same for whoever joins: the job by its name or path, and nothing that is this machine's alone."""
+    """The same for a joining process: the job by name or path, and nothing that is specific to this machine."""
     known = _said(replace(spec, out=spec.out.absolute() if spec.out else None), job, rank)
     env = {key: str(value) for key, value in known.items() if value is not None}
     env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WEFT_CLI_STRATEGY": str(spec.strategy)}
@@ -185,7 +185,7 @@ def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
 
 @contextmanager
 def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) -> Iterator[Rendezvous | None]:
-    """The run's desk, where it has one and this is the machine that keeps it."""
+    """The rendezvous of the run, if it has one and this machine hosts it."""
     if not spec.rendezvous_address or spec.node_rank > 0:
         yield None
         return
@@ -210,7 +210,7 @@ def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) ->
 
 @contextmanager
 def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
-    """Where processes meet: a file on one machine, a store that listens on the one address given on several."""
+    """The rendezvous for torch.distributed: a file on one machine, a TCP store at the given address on several."""
     if spec.nodes == 1 or spec.rendezvous_address:
         yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
         return

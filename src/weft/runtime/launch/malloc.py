@@ -1,5 +1,5 @@
-"""Large CPU tensors come and go with every step. glibc gives their memory back to the kernel each time and faults it in
-again, page by page, which can take longer than computing. A training process keeps it instead."""
+"""Keeps freed memory in the process. Large CPU tensors are allocated in every step; by default glibc returns their
+memory to the kernel and faults it in again, page by page, which can take longer than computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h
 
 
 def keep_memory() -> bool:
-    """Tell glibc to keep what is freed. Returns whether it does: not where the user has set or replaced malloc."""
+    """Tell glibc to keep freed memory. Returns False if the user has configured or replaced malloc."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     if chosen or os.environ.get("LD_PRELOAD"):
         return False

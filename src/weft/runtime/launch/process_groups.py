@@ -1,6 +1,6 @@
-"""Process groups: a launcher ends whatever a process of its run has started, and all of it ends with the launcher.
+"""Process groups: everything that a process of a run has started ends with the launcher.
 
-Each process of a run leads a process group of its own. Its side of this imports nothing heavy, since it comes before
+Each process of a run leads its own process group. The child's side imports nothing heavy, since it runs before
 `import torch`: a launcher may be killed while its processes still start.
 """
 
@@ -15,14 +15,14 @@ import sys
 from contextlib import suppress
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit status of a run that was asked to leave, and could save before it did."""
+"""The exit status of a run that was asked to terminate and was saved."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, even by SIGKILL (Linux; elsewhere the parent must do it).
+    """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux; elsewhere the parent must do it).
 
-    WEFT_LAUNCHER is the parent's process id as this process sees it. Another parent means that it has ended already.
+    WEFT_LAUNCHER is the parent's process id as this process sees it. A different parent means that it has ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -33,26 +33,26 @@ def die_with_parent() -> None:
 def end_group_with_parent() -> None:
     """End the rest of this process group with the parent too: children do not inherit the death signal.
 
-    A small process waits for the parent's end. It belongs to the group, so the group's number cannot become another's.
+    A small process waits for the parent's end. It belongs to the group, so the group's id cannot be reused meanwhile.
     """
     if sys.platform != "linux" or os.getpgrp() != os.getpid() or os.getppid() == 0:
-        return  # another's group, or a parent outside of this process namespace, which ends with its first process
+        return  # not the group's leader, or a parent outside of this PID namespace, which ends with its first process
     try:
         parent = os.pidfd_open(os.getppid())
     except (AttributeError, OSError):
-        return  # an old kernel: this process itself still ends with its parent
+        return  # an old kernel; this process itself still ends with its parent
     between = os.fork()
     if between:
         os.close(parent)
         os.waitpid(between, 0)
-    elif os.fork():  # the job is not to have a child that it did not start
+    elif os.fork():  # a double fork, so that the job has no child that it did not start
         os._exit(0)
     else:
         _watch(parent)
 
 
 def _watch(parent: int) -> None:
-    """Wait for the end of a process, and end this process group."""
+    """Wait for the end of a process, then end this process group."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"weft-watch")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -68,9 +68,9 @@ def _watch(parent: int) -> None:
 
 
 def ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended. The rest of its group is ended before its number is given back to the system."""
+    """Whether a process has ended. The rest of its group is ended before its id is released."""
     if process.returncode is None and sys.platform == "linux":
-        with suppress(ChildProcessError):  # a signal's handler may have noticed its end in between
+        with suppress(ChildProcessError):  # a signal handler may have reaped it in between
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
             signal_group(process, signal.SIGKILL)
@@ -78,7 +78,7 @@ def ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a process and all that it started, unless its end was noticed before: its number may be another's now."""
+    """Signal a process and everything that it started, unless it has been reaped: its id may have been reused."""
     if process.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):  # already gone
+        with suppress(ProcessLookupError, PermissionError):  # already ended
             os.killpg(process.pid, number)

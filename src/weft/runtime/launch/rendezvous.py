@@ -1,10 +1,10 @@
-"""A run's desk: where its processes on several machines find its servers, and where whoever joins by hand gets a seat.
+"""The rendezvous of a run: processes on several machines find its servers, and joining processes get an assignment.
 
-    HERE    server; address      a server says where it listens
+    HERE    server; address      announces the address of a server
     WHERE   server               answered with its address, once that is known
-    SEAT                         answered with what to run, and as whom; the seat is held while the link is
+    SEAT                         answered with an assignment, which is held as long as the link
 
-The launcher of node 0 keeps it. Whoever has the key may ask, and nobody else.
+The launcher of node 0 hosts it. Only processes with the run's key can send requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SERVER = struct.Struct("!I")
 
 
 class RendezvousVerb(enum.IntEnum):
-    """What the desk is asked."""
+    """The requests to the rendezvous."""
 
     HERE = 1
     WHERE = 2
@@ -35,12 +35,12 @@ class RendezvousVerb(enum.IntEnum):
 TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_WORKERS", "WEFT_SERVER", "WEFT_RENDEZVOUS"}
 TOLD |= {"WEFT_JOB", "WEFT_CLI_STRATEGY", "WEFT_STEPS", "WEFT_SEED", "WEFT_DEVICE", "WEFT_SHARE_GPUS", "WEFT_NETWORK"}
 TOLD |= {"WEFT_OUT", "WEFT_TRACE", "WEFT_RESUME", "WEFT_SAVE_EVERY", "WEFT_KEEP_LAST", "WEFT_KEEP_EVERY"}
-"""The environment variables that a seat may set. None of them makes a process import or load anything."""
+"""The environment variables that an assignment may set. None of them makes a process import or load anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a process that joins runs: a job, its arguments, and the environment that says which part it has."""
+    """The part of a joining process: a job, its arguments, and the environment that sets its rank."""
 
     job: str
     args: tuple[str, ...]
@@ -48,7 +48,7 @@ class Assignment:
 
 
 class Rendezvous:
-    """Listens until closed. `vacant` are the ranks that wait for somebody, `seat` says what one of them runs."""
+    """Listens until closed. `vacant` are the ranks to be assigned, `seat` returns the assignment of one of them."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Rendezvous:
         self.address = self._server.address
 
     def vacate(self, rank: int) -> None:
-        """Whoever had this seat is gone: somebody else may have it."""
+        """Make a rank available again, after its process is lost."""
         with self._lock:
             if rank not in self._vacant:
                 self._vacant = sorted([*self._vacant, rank])
 
     def close(self) -> None:
-        """Nobody comes any more."""
+        """Stop listening."""
         self._server.close()
 
     def _do(self, request: Request) -> None:
@@ -94,13 +94,13 @@ class Rendezvous:
                     else:
                         self._asking.setdefault(server, []).append(request)
                 case RendezvousVerb.SEAT if not self._vacant:
-                    request.refuse("every seat of this run is taken; come back when a worker is lost")
+                    request.refuse("every rank of this run is taken; try again when a worker is lost")
                 case RendezvousVerb.SEAT:
                     rank = self._taken[request.identity] = self._vacant.pop(0)
                     request.reply([memoryview(json.dumps(self._seat(rank)).encode())])
                     self._said(f"{request.sender} joins as process {rank}")
                 case _:
-                    request.refuse(f"the desk knows no request {request.verb}")
+                    request.refuse(f"the rendezvous does not support request {request.verb}")
 
     def _left(self, name: str, why: str, identity: bytes) -> None:
         with self._lock:
@@ -111,7 +111,7 @@ class Rendezvous:
 
 
 def reach(address: str, key: Key, name: str, *, encrypted: bool, retry_s: float = 30.0) -> Client:
-    """The desk of a run, from elsewhere."""
+    """Connect to the rendezvous of a run."""
     return Client(parse_address(address), key, name, encrypted=encrypted, max_frame_bytes=1 << 20, retry_s=retry_s)
 
 
@@ -126,7 +126,7 @@ def ask_where(rendezvous: Client, server: int, timeout_s: float) -> str:
 
 
 def take_assignment(rendezvous: Client, timeout_s: float) -> Assignment:
-    """What to run, and as whom. Refuses any environment variable that is not in TOLD."""
+    """Request an assignment. Rejects any environment variable that is not in TOLD."""
     said = bytes(rendezvous.ask(RendezvousVerb.SEAT, once=True).wait(timeout_s)[0])
     try:
         found = json.loads(said)
@@ -134,12 +134,12 @@ def take_assignment(rendezvous: Client, timeout_s: float) -> Assignment:
         texts = [seating.job, *seating.args, *seating.env, *seating.env.values()]
         unknown = sorted(set(seating.env) - TOLD)
         if not all(isinstance(text, str) for text in texts) or not {"RANK", "WEFT_CLI_STRATEGY"} <= set(seating.env):
-            raise ValueError("a job, its arguments and its environment are texts")
+            raise ValueError("a job, its arguments and its environment must be text")
     except (KeyError, TypeError, ValueError) as error:
-        raise JobError(f"the run's seat cannot be read ({error}); use the same version of Weft on both sides") from None
+        raise JobError(f"the assignment cannot be read ({error}); use the same version of Weft on both sides") from None
     if unknown:
         raise JobError(
-            f"the run wants to set {', '.join(unknown)} here, which no run needs; see that the address is right, and "
-            "use the same version of Weft on both sides"
+            f"the run would set {', '.join(unknown)} here, which no run needs; check the address, and use the same "
+            "version of Weft on both sides"
         )
     return seating

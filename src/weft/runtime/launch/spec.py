@@ -18,7 +18,7 @@ from weft.transport.tcp import parse_address
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where one process of a run sits, if not simply here: what its command starts with, and its environment."""
+    """The place of one process, if not on this machine itself: a command prefix and its environment."""
 
     enter: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -26,26 +26,26 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to run, how, and where."""
+    """The options of a run: job, processes, strategy and machines."""
 
     job: str
     args: tuple[str, ...] = ()
     workers: int = 1
     processes: int | None = None
-    """How many processes carry the workers, in all; None: one each."""
+    """The total number of processes that carry the workers; None: one per worker."""
     servers: int = 0
-    """Processes beside them that keep the model, where the strategy has such."""
+    """The number of additional processes that keep the model, if the strategy has servers."""
     survives_worker_loss: bool = False
-    """Whether the others go on where a worker dies: nobody waits for everyone."""
+    """Whether the other workers continue if one dies, because no step needs all of them."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
     key_file: Path | None = None
-    """What processes on several machines prove themselves with; one machine makes its own."""
+    """The key with which processes on several machines authenticate; a run on one machine makes its own."""
     external_ranks: int = 0
-    """So many of the processes, the last ones, are started by hand, with `weft join`."""
+    """The number of processes, the highest ranks, that are started elsewhere with `weft join`."""
     network: str = "untrusted"
-    """What lies between the nodes: `trusted` where nobody else is on it."""
+    """The network between the nodes: `trusted` or `untrusted`."""
     strategy: Strategy | None = None
     steps: int | None = None
     seed: int | None = None
@@ -54,23 +54,23 @@ class Launch:
     trace: bool = False
     share_gpus: bool = False
     policy: Policy | None = None
-    """When to save and what to keep; None: as the job says."""
+    """When to save and which checkpoints to keep; None: the job decides."""
     resume: Path | None = None
-    """A checkpoint to go on from."""
+    """The checkpoint to resume from."""
     grace_s: float = 0.0
-    """How long the processes may take to save and leave when the launcher is asked to end."""
+    """Time for the processes to save and exit when the launcher is asked to terminate."""
     seats: tuple[Seat, ...] = ()
-    """One for each process, servers last, where they sit on hosts of their own; empty: all of them here."""
+    """One for each process, servers last, if they are on emulated hosts; empty: all on this machine."""
     module: str = "weft.runtime.launch.child"
-    """What each process runs; it is given the job and its arguments."""
+    """The module that each process runs, with the job and its arguments."""
 
     @property
     def count(self) -> int:
-        """Processes that carry workers."""
+        """The number of processes that carry workers."""
         return self.processes if self.processes is not None else self.workers
 
     def checked(self) -> Launch:
-        """Itself, or one sentence about what cannot be."""
+        """Return self, or raise UserError or JobError with one sentence."""
         count = self.count
         if self.workers < 1:
             raise UserError(f"-n is {self.workers}, but a run has at least one worker")
@@ -85,7 +85,7 @@ class Launch:
         if self.network not in ("trusted", "untrusted"):
             raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
         if self.servers and count < self.workers:
-            raise UserError("with parameter servers there is a process for each worker; leave out --processes")
+            raise UserError("with parameter servers there is a process for each worker; omit --processes")
         self._check_meeting()
         if self.nodes > 1 and self.network != "trusted" and not self.servers:
             check_network(parse_address(self.rendezvous)[0])
@@ -99,20 +99,20 @@ class Launch:
         if gpus and here > gpus and not self.share_gpus:
             raise JobError(
                 f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
-                "or --share-gpus (over Gloo, for trying things out)"
+                "or --share-gpus (with Gloo, for experiments)"
             )
         return self
 
     def _check_meeting(self) -> None:
-        """What it takes to have servers on several machines, or to be joined."""
+        """Check the options for servers on several machines, and for `weft join`."""
         apart = self.servers and (self.nodes > 1 or self.rendezvous or self.external_ranks)
         if self.external_ranks and not (self.servers and self.rendezvous):
-            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, where others come to")
+            raise UserError("--join needs parameter servers and --rendezvous HOST:PORT, which others connect to")
         if not 0 <= self.external_ranks < self.workers + self.servers:
-            raise UserError(f"--join is {self.external_ranks}, but at least one process is started here")
+            raise UserError(f"--join is {self.external_ranks}, but at least one process must be started here")
         if apart and self.key_file is None:
             raise UserError(
-                "parameter servers on several machines need --key-file F, the same everywhere; make one with "
+                "parameter servers on several machines need --key-file F, the same on all of them; make one with "
                 "`weft key F` and copy it"
             )
         if apart:
@@ -121,5 +121,5 @@ class Launch:
 
     @property
     def rendezvous_address(self) -> str:
-        """Where processes ask for servers and for seats, if not in a folder of this machine."""
+        """The address of the rendezvous; empty if a folder on this machine serves instead."""
         return self.rendezvous if self.servers and self.rendezvous else ""

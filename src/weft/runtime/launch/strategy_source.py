@@ -1,4 +1,4 @@
-"""Which strategy wins: the command line, WEFT_STRATEGY, weft.toml beside the job, the call, the default."""
+"""The precedence of strategies: the command line, WEFT_STRATEGY, weft.toml beside the job, the call, the default."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEFAULT = "the default"
 
 
 def choose_strategy(called: str | Strategy | None) -> Strategy:
-    """The winner, logged with where it came from."""
+    """The strategy of the run; logged with its source."""
     source, strategy = winner(called)
     log.info("strategy: %s (from %s)", strategy, source)
     return strategy
 
 
 def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str, Strategy]:
-    """Where the strategy comes from, and the strategy itself."""
+    """The source of the strategy, and the strategy itself."""
     if spelled := os.environ.get("WEFT_CLI_STRATEGY"):
         return "the command line", Strategy.parse(spelled)
     if spelled := os.environ.get("WEFT_STRATEGY"):

@@ -29,7 +29,7 @@ _LONGEST_LINE = 1 << 16
 
 
 class JobFailedError(WeftError):
-    """A process of the run failed: what it was, its own traceback, and the exit status to leave with."""
+    """A process of the run failed: its message, its own traceback, and the exit status of the launcher."""
 
     def __init__(self, message: str, traceback: str, status: int) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class JobFailedError(WeftError):
 
 
 class Terminated(WeftError):
-    """The launcher was asked to end, and the run left with it."""
+    """The launcher was asked to terminate, and the run ended with it."""
 
 
 @dataclass
@@ -46,14 +46,14 @@ class Child:
     process: subprocess.Popen[bytes]
     server: bool = False
     missed: bool = False
-    """Whether it was said that the others go on without it."""
+    """Whether its loss was reported while the others continue."""
     rest: dict[int, bytes] = field(default_factory=dict)
-    """By pipe: the beginning of a line whose end is still to come."""
+    """By pipe: the beginning of an incomplete line."""
     ended: bool = False
     """Whether its end was noticed."""
 
     def over(self) -> bool:
-        """Whether it has ended, and with it whatever it started."""
+        """Whether it has ended, and with it everything that it started."""
         self.ended = self.ended or ended(self.process)
         return self.ended
 
@@ -66,7 +66,7 @@ def attend(
     survives_worker_loss: bool,
     rendezvous_address: Rendezvous | None,
 ) -> None:
-    """Relay output until every process has ended, or one has failed that the others cannot go on without."""
+    """Relay output until every process has ended, or one has failed that the others need."""
     pipes = selectors.DefaultSelector()
     told = b""
     pipes.register(progress, selectors.EVENT_READ, None)
@@ -93,19 +93,19 @@ def attend(
             for child in failed:
                 if not child.server and not child.missed:
                     child.missed = True
-                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others go on")
+                    on_line(child.rank, f"worker {child.rank} {_how(child)}; the others continue")
                     if rendezvous_address is not None:
                         rendezvous_address.vacate(child.rank)
             failed = [child for child in failed if child.server]
         if failed:
-            time.sleep(0.3)  # who failed first, and who merely lost a peer, shows within moments
+            time.sleep(0.3)  # failures that follow from a lost peer appear within moments
             break
     _drain(children, pipes, on_line)
 
 
 @contextmanager
 def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[threading.Event]:
-    """On SIGTERM let every process save and leave, for as long as the grace period lasts; a second one ends it."""
+    """On SIGTERM, ask every process to save and exit within the grace period; a second SIGTERM ends the run at once."""
     asked = threading.Event()
     if not grace_s or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -113,16 +113,16 @@ def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[th
 
     def ask(*_: Any) -> None:
         if asked.is_set():
-            raise Terminated("stopped at once: it was asked to twice")
+            raise Terminated("stopped at once by a second SIGTERM")
         asked.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
-            if child.process.returncode is None and not child.server:  # servers leave when all workers have
+            if child.process.returncode is None and not child.server:  # servers exit when all workers have
                 with suppress(ProcessLookupError):
                     os.kill(child.process.pid, signal.SIGTERM)
 
     def over(*_: Any) -> None:
-        raise Terminated(f"stopped: it was not saved within {grace_s:g} s; give it more with --grace")
+        raise Terminated(f"stopped, because it was not saved within {grace_s:g} s; allow more with --grace")
 
     usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
     try:
@@ -134,9 +134,9 @@ def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[th
 
 
 def _drain(children: list[Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
-    """Relay what processes that have ended left in their pipes.
+    """Relay the remaining output of processes that have ended.
 
-    Their groups have ended as well. A process that has left its group may hold a pipe open, which is not waited for.
+    Their groups have ended as well. A process that left its group may keep a pipe open; it is not waited for.
     """
     over = {child.rank for child in children if child.over()}
     for key in list(pipes.get_map().values()):
@@ -154,9 +154,9 @@ def _drain(children: list[Child], pipes: selectors.BaseSelector, on_line: Callab
 
 
 def _relay(child: Child, fd: int, chunk: bytes, on_line: Callable[[int, str], None]) -> None:
-    """Hand on every whole line, as a terminal would show it in the end: a carriage return goes back to its start.
+    """Relay every complete line as a terminal would finally show it: a carriage return goes back to its start.
 
-    An empty chunk is the end. What a progress bar has overwritten is not kept, and a very long line comes in pieces.
+    An empty chunk is the end. Overwritten text of a progress bar is dropped, and a very long line is cut.
     """
     *lines, rest = (child.rest.get(fd, b"") + chunk).split(b"\n")
     rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
@@ -169,13 +169,13 @@ def _relay(child: Child, fd: int, chunk: bytes, on_line: Callable[[int, str], No
 
 
 def _how(child: Child) -> str:
-    """How a process ended."""
+    """How a process ended, in words."""
     status = child.process.returncode or 0
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def raise_first_failure(children: list[Child], folder: Path) -> None:
-    """Raise what the first failing process left; a lost peer is a consequence, never the cause."""
+    """Raise the failure of the first process; a lost peer is a consequence, never the cause."""
     words = {}
     for child in children:
         status = child.process.returncode if child.over() else None
@@ -195,12 +195,12 @@ def raise_first_failure(children: list[Child], folder: Path) -> None:
 
 
 def end_all(children: list[Child]) -> None:
-    """Ask, wait, and then insist. Servers have nothing to save, and are not asked."""
+    """Send SIGTERM, wait, then send SIGKILL. Servers have nothing to save and are killed at once."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if not child.over():
                 signal_group(child.process, signal.SIGKILL if child.server else number)
-                signal_group(child.process, signal.SIGCONT)  # one that is stopped learns of it only then
+                signal_group(child.process, signal.SIGCONT)  # a stopped process handles SIGTERM only then
         until = time.monotonic() + _GRACE_S
         while not all(child.over() for child in children) and time.monotonic() < until:
             time.sleep(0.02)

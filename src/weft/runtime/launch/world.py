@@ -1,4 +1,4 @@
-"""Where this process stands: what a launcher (weft, torchrun, Slurm through either) has put into the environment."""
+"""The place of this process in the run, as a launcher (weft, torchrun, Slurm through either) sets it by environment."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _RENDEZVOUS_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among all, and the logical workers that they carry."""
+    """This process among all processes, and the logical workers that they carry."""
 
     process: int = 0
     processes: int = 1
     local_process: int = 0
     workers: int = 1
     store: str = ""
-    """A rendezvous file; empty: by the environment's address and port."""
+    """A rendezvous file; empty: the address and port in the environment."""
     shared_gpus: bool = False
     trusted: bool = False
-    """Whether the user says that nobody else is on the network between the hosts."""
+    """Whether the user trusts the network between the hosts."""
     forced: bool = False
-    """Exchange for real even with nobody else, to measure what that costs."""
+    """Perform exchanges even with a single worker, to measure their cost."""
     server: int | None = None
-    """Which server this process is, if it is one: it carries no worker."""
+    """The number of this server, if the process is one; it carries no worker."""
     meeting: str = ""
-    """A folder in which servers say where they listen."""
+    """A folder in which servers announce their addresses."""
     key_file: str = ""
     rendezvous: str = ""
-    """Where the launcher is asked where servers listen, if not in a folder."""
+    """The address of the launcher's rendezvous, if there is no such folder."""
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -75,7 +75,7 @@ class World:
             )
         except ValueError as error:
             raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
-        peer_timeout_s(env)  # refused before anything is started
+        peer_timeout_s(env)  # checked before anything is started
         if world.server is not None:
             return world
         if world.workers < world.processes:
@@ -83,7 +83,7 @@ class World:
         return world
 
     def with_servers(self, strategy: Strategy) -> World:
-        """Itself, or under a launcher that knows no servers: the last processes are the servers."""
+        """Self, or, under a launcher that does not know servers, with the last processes as servers."""
         if self.server is not None or "WEFT_WORKERS" in os.environ or self.processes == 1 or not strategy.has_servers:
             return self
         fits = [n for n in range(1, self.processes) if n + len(strategy.server_hosts(n)) == self.processes]
@@ -102,16 +102,16 @@ class World:
 
     @property
     def _on_one_machine(self) -> bool:
-        """Whether all processes are: then nothing listens where another machine could reach it."""
+        """Whether all processes are on one machine; then nothing listens where another machine can connect."""
         return bool(self.store) or _is_here(os.environ.get("MASTER_ADDR", ""))
 
     @property
     def alone(self) -> bool:
-        """Nothing to exchange with anyone."""
+        """Whether there is nothing to exchange."""
         return self.workers == 1 and not self.forced
 
     def device(self, wanted: str) -> torch.device:
-        """The device for `auto`, `cpu` or `cuda`; one GPU per process unless they are shared on purpose."""
+        """The device for `auto`, `cpu` or `cuda`; one GPU per process unless sharing is enabled."""
         if wanted not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device is '{wanted}', but must be auto, cpu or cuda")
         gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
@@ -122,12 +122,12 @@ class World:
         if self.local_process >= gpus and not self.shared_gpus:
             raise JobError(
                 f"{self.local_process + 1} or more workers on a machine with {gpus} GPU{'s' * (gpus > 1)}; use fewer "
-                "workers, --device cpu, or --share-gpus (over Gloo, for trying things out)"
+                "workers, --device cpu, or --share-gpus (with Gloo, for experiments)"
             )
         return torch.device("cuda", self.local_process % gpus)
 
     def connect(self, device: torch.device, timeout_s: float) -> None:
-        """Meet the other processes: NCCL between GPUs of their own, Gloo otherwise."""
+        """Join the process group: NCCL if each process has its own GPU, else Gloo."""
         if self.processes == 1 and not self.forced:
             return
         backend = "nccl" if device.type == "cuda" and not self.shared_gpus else "gloo"
@@ -152,7 +152,7 @@ class World:
         )
 
     def mesh(self, timeout_s: float) -> Mesh | None:
-        """Connections of our own between processes; None where there is only one."""
+        """Weft's own connections between processes; None for a single process."""
         if self.processes == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
@@ -161,11 +161,11 @@ class World:
     # --- with servers -------------------------------------------------------------------------------------------------
 
     def encrypts(self, topology: Topology) -> bool:
-        """Whether messages to servers on other machines are encrypted: always, but where nobody else is in between."""
+        """Whether messages to servers on other machines are encrypted: always, except on a trusted network."""
         return topology.encrypts or not self.trusted
 
     def announce(self, server: int, address: tuple[str, int]) -> None:
-        """Say where a server listens."""
+        """Announce the address of a server."""
         text = format_address(address)
         if self.rendezvous:
             with self.at_rendezvous() as rendezvous:
@@ -179,8 +179,8 @@ class World:
         part.rename(part.with_suffix(""))
 
     def find(self, server: int, timeout_s: float) -> tuple[str, int]:
-        """A server's address, once it is there."""
-        late = PeerLost(f"server {server} did not come up within {timeout_s:g} s; its own message says why")
+        """The address of a server, once it is announced."""
+        late = PeerLost(f"server {server} did not start within {timeout_s:g} s; its own message gives the reason")
         if self.rendezvous:
             with self.at_rendezvous() as rendezvous:
                 text = ask_where(rendezvous, server, timeout_s)
@@ -199,17 +199,17 @@ class World:
         return parse_address(text)
 
     def at_rendezvous(self, retry_s: float = 30.0) -> contextlib.closing[Client]:
-        """A link to the launcher's desk."""
+        """A connection to the launcher's rendezvous."""
         name, key = f"process {self.process} of {socket.gethostname()}", Key.read(Path(self.key_file))
         return contextlib.closing(reach(self.rendezvous, key, name, encrypted=not self.trusted, retry_s=retry_s))
 
     def _book(self, timeout_s: float = 60.0) -> TCPStore:
-        """The launcher's own store, where there is no folder that all see."""
+        """The launcher's store, used if there is no shared folder."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
     def address(self) -> str:
-        """Where others reach this process: the address of the interface that the collective library uses too."""
+        """The address of this process for others: that of the interface that the collective library uses too."""
         if self._on_one_machine and not self.rendezvous:
             return "127.0.0.1"
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -220,16 +220,16 @@ class World:
 
 
 def check_network(host: str) -> None:
-    """Refuse to meet on another host, unless the user has said that the network in between is trusted."""
+    """Refuse to connect to another host, unless the user trusts the network in between."""
     if not _is_here(host):
         raise UserError(
-            f"gradients would go to {host} and back unencrypted, and the network is not known to be trusted; if nobody "
-            "else is on it, say --network trusted, or WEFT_NETWORK=trusted under another launcher"
+            f"gradients would go to {host} and back unencrypted, and the network is not known to be trusted; if it is, "
+            "pass --network trusted, or set WEFT_NETWORK=trusted under another launcher"
         )
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name stands for this machine's loopback addresses alone."""
+    """Whether a name resolves to loopback addresses only."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)} if host else {host}
     except OSError:
@@ -259,7 +259,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface whose address this machine uses to reach a host; None where that cannot be told."""
+    """The network interface from which this machine reaches a host; None if it cannot be determined."""
     mine = address_towards(host)
     if mine is None:
         return None

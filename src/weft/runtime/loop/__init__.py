@@ -1,1 +1,1 @@
-"""The user's loop and the user's objects: optimizer, data, random numbers, and what a loop must not do."""
+"""The user's loop and objects: optimizer, data, random numbers, and the checks on their use."""

@@ -1,4 +1,4 @@
-"""Batches as numbers that processes compare, to find loaders that are not built alike."""
+"""Fingerprints of batches, which processes compare to detect loaders that differ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 _VALUES = 32
-"""How many values of a tensor are looked at."""
+"""The number of values of a tensor that are hashed."""
 
 
 def of_indices(batch: Sequence[Any]) -> int:
-    """The indices of a batch; 0 for objects whose spelling differs from process to process."""
+    """A hash of the indices of a batch; 0 for objects whose representation differs between processes."""
     try:
         return zlib.crc32(array("q", batch))
     except (TypeError, OverflowError):
@@ -24,7 +24,7 @@ def of_indices(batch: Sequence[Any]) -> int:
 
 
 def of_batch(part: Any) -> int:
-    """The data of a batch: its shapes, and a few values of each tensor."""
+    """A hash of the data of a batch: its shapes, and a few values of each tensor."""
     if isinstance(part, numpy.ndarray):
         part = torch.from_numpy(part.copy()) if part.dtype.kind in "bif" else part.shape
     if isinstance(part, Tensor):

@@ -1,8 +1,8 @@
-"""Between the turns of several workers that one process carries, the loop's own code must change nothing.
+"""Refuses changes by the loop between the passes of several logical workers in one process.
 
-A process that carries n workers runs the body of the loop n times for each step, and only the last pass has the step's
-gradients and takes the step. Code that reads or changes parameters, gradients, hyper-parameters or the optimizer's
-state in the passes before would act n times for each step, or on a gradient that is not there. It is refused.
+A process that carries n workers runs the body of the loop n times per step, and only the last pass has the step's
+gradients and takes the step. Code that reads or changes parameters, gradients, hyperparameters or the optimizer's state
+in earlier passes would act n times per step, or on a gradient that does not exist yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BetweenPasses:
     def __init__(self, model: nn.Module, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         self.model, self.optimizer, self.params = model, optimizer, params
         self.between = False
-        """Whether a worker's turn is over, and the next has no batch yet."""
+        """Whether a worker's pass is over and the next worker has no batch yet."""
         self._counters = _counters(model)
         model.register_forward_pre_hook(lambda *_: self._show())
         model.register_forward_hook(lambda *_: self.hide(), always_call=True)
@@ -41,7 +41,7 @@ class BetweenPasses:
         model.zero_grad = MethodType(weft_zero_grad, model)  # type: ignore[method-assign]
 
     def pass_ended(self) -> None:
-        """A worker's backward is over, and it was not the last one of this process."""
+        """A worker's backward is complete, and it is not the last one of this process."""
         self._check_counters()
         self._before = _snapshot(self.optimizer)
         self.between = True
@@ -55,12 +55,12 @@ class BetweenPasses:
         self.between = False
         if _snapshot(self.optimizer) != self._before:
             raise LoopError(
-                f"hyper-parameters or the optimizer's state were changed between two workers' turns: {_WHY}; use a "
+                f"hyperparameters or the optimizer's state were changed between two workers' passes: {_WHY}; use a "
                 "scheduler and pass it to run.distribute(), or start a process for each worker"
             )
 
     def hide(self) -> None:
-        """Refuse every use of a parameter while no worker has a batch."""
+        """Refuse every access to a parameter while no worker has a batch."""
         if self.between:
             for param in self.params:
                 make_lazy(param, self._touched)
@@ -75,24 +75,24 @@ class BetweenPasses:
             make_ready(param)
             return
         raise LoopError(
-            f"a parameter or its gradient was used between two workers' turns: {_WHY}; put all but the last backward "
+            f"a parameter or its gradient was used between two workers' passes: {_WHY}; put all but the last backward "
             "into `with run.accumulate():`, clip with run.clip(), pass averages of the weights, scalers and further "
             "optimizers to run.distribute(), or start a process for each worker"
         )
 
     def _check_counters(self) -> None:
-        """A module that counts its calls would count all workers' calls."""
+        """A module that counts its calls would count the calls of all workers."""
         now = _counters(self.model)
         changed = next((name for name, value in self._counters.items() if now.get(name) != value), None)
         if changed is not None:
             raise LoopError(
-                f"forward changes the number {changed}: {_WHY}, so that it would count all of them; keep the number in "
-                "a buffer, or start a process for each worker"
+                f"forward changes the number {changed}: {_WHY}, so it would count all of them; keep the number in a "
+                "buffer, or start a process for each worker"
             )
 
 
 def _counters(model: nn.Module) -> dict[str, int]:
-    """Whole numbers that modules keep as attributes."""
+    """Integers that modules keep as attributes."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()
@@ -102,7 +102,7 @@ def _counters(model: nn.Module) -> dict[str, int]:
 
 
 def _clipping() -> bool:
-    """Whether `torch.nn.utils.clip_grad_norm_` asks: it finds no gradient, and so does nothing, which is right."""
+    """Whether `torch.nn.utils.clip_grad_norm_` is the caller: it finds no gradient and correctly does nothing."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
@@ -112,7 +112,7 @@ def _clipping() -> bool:
 
 
 def _snapshot(optimizer: Optimizer) -> list[Any]:
-    """What decides about the next step beside gradients; tensors by identity and version."""
+    """Everything besides gradients that affects the next step; tensors by identity and version."""
     groups = [{k: _mark(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = [(id(p), {k: _mark(v) for k, v in kept.items()}) for p, kept in optimizer.state.items()]
     return [groups, state]

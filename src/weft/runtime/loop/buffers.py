@@ -12,7 +12,7 @@ from weft.runtime.loop.logical_workers import Passes
 class Buffers:
     """BatchNorm's and other buffers: after every step all workers have those of logical worker 0.
 
-    Where a process carries several workers, each starts its turn from the same buffers.
+    In a process with several workers, each pass starts from the same buffers.
     """
 
     def __init__(self, model: nn.Module, workers: int) -> None:
@@ -22,11 +22,11 @@ class Buffers:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The model's buffers as they are now."""
+        """The model's present buffers."""
         return self._slots.tensors
 
     def pass_ended(self, passes: Passes) -> None:
-        """Keep what the first turn made of them, unless its batch did not count; give the next one a fresh start."""
+        """Keep the buffers of the first pass, unless its share is 0; reset them for the next pass."""
         if passes.count == 1 and passes.share > 0:
             return
         if passes.pass_index == 0:
@@ -38,13 +38,13 @@ class Buffers:
             buffer.copy_(value)
 
     def settled(self) -> None:
-        """All workers agree on them now."""
+        """All workers now have equal buffers."""
         for mine, buffer in zip(self.start, self.tensors, strict=True):
             mine.copy_(buffer)
 
 
 class BufferSlots:
-    """Where a model's buffers are: modules may put another tensor in a buffer's place in every forward."""
+    """The places of a model's buffers: a module may replace the tensor of a buffer in every forward."""
 
     def __init__(self, model: nn.Module, workers: int) -> None:
         self._workers = workers
@@ -60,7 +60,7 @@ class BufferSlots:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers as they are now, each in one piece of memory; raises LoopError where one has another shape."""
+        """The present buffers, contiguous. Raises LoopError if the shape of one has changed."""
         for at, ((buffers, name, where), known) in enumerate(zip(self._places, self._tensors, strict=True)):
             if (buffer := buffers.get(name)) is not known:
                 self._tensors[at] = buffers[name] = _in_place_of(known, buffer, where, self._workers)
@@ -68,9 +68,9 @@ class BufferSlots:
 
 
 def _in_place_of(known: torch.Tensor, buffer: torch.Tensor | None, where: str, workers: int) -> torch.Tensor:
-    """A buffer that replaces another, in one piece of memory, and no part of a graph.
+    """A buffer that replaces another one: contiguous and detached.
 
-    One that counts is the same in all workers. One that is computed from a batch is each worker's own.
+    An integer buffer is equal on all workers. A floating-point one is computed from each worker's own batch.
     """
     if workers > 1 and buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
         raise LoopError(

@@ -1,8 +1,8 @@
-"""How far a run has read its data, as consumed by steps: what loaders have fetched ahead does not count.
+"""The position of a run in its data, in batches that steps have used; batches that loaders prefetched do not count.
 
-An *epoch* is one pass of `run.shard`. Where a run goes on, the loop starts from its beginning again: epochs that were
-through give nothing, and random numbers go on as they were at the end of the last of them; the one that was open goes
-on behind its last step. Passes without a step (evaluations) are made again.
+An *epoch* is one iteration of `run.shard`. A resumed loop starts from its beginning: completed epochs yield nothing,
+and random numbers continue as after the last of them; an open epoch continues after its last step. Iterations without a
+step (evaluations) are repeated.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 
 @dataclass
 class Epoch:
-    """One pass over a loader."""
+    """One iteration over a loader."""
 
     number: int
     began: int
-    """Optimizer steps taken before it; names its random order, together with `beside`."""
+    """Optimizer steps taken before it; together with `beside` it seeds the random order."""
     consumed: int = 0
     """Batches that steps have used, over all workers, without those of `out`."""
     over: bool = False
     stepped: bool = False
     """Whether steps were taken in it."""
     draws: list[Any] = field(default_factory=list)
-    """The random numbers' states at its beginning: a loader that cannot be entered in the middle is read again."""
+    """The states of random numbers at its start, for loaders that can only be read from the start."""
     beside: int = 0
-    """How many other epochs were open that had begun at the same step, as where two loaders are zipped."""
+    """The number of other open epochs that began at the same step, as with two zipped loaders."""
     again: bool = False
-    """Whether it began in an earlier part of the run."""
+    """Whether it began in an earlier attempt."""
     out: int = 0
-    """Batches that were dealt when `dealt_at` steps had been taken: the next step uses them."""
+    """Batches that were dealt after `dealt_at` steps; the next step uses them."""
     dealt_at: int = -1
 
     def deal(self, batches: int, step: int) -> None:
-        """Batches go out for the step behind this one."""
+        """Deal batches for the step after this one."""
         self.consumed, self.out = self.used(step), batches + (self.out if step == self.dealt_at else 0)
         self.dealt_at = step
 
     def used(self, step: int) -> int:
-        """Batches that have been used when so many steps are taken."""
+        """The number of batches that are used after this many steps."""
         return self.consumed + (self.out if step > self.dealt_at else 0)
 
 
@@ -55,22 +55,22 @@ class DataPosition:
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
         self.generators: Sequence[torch.Generator] = ()
-        """Those that the run keeps beside torch's own."""
+        """Generators that the run keeps besides torch's own."""
         self._ended: list[Any] = []
-        """The random numbers' states at the end of the latest epoch with steps."""
-        self._left: list[Epoch] = []  # of an earlier part of the run, and not yet met again
+        """The states of random numbers at the end of the latest epoch with steps."""
+        self._left: list[Epoch] = []  # epochs of an earlier attempt that the loop has not reached again
         self.resized = False
-        """Whether that part had another number of workers."""
+        """Whether that attempt had another number of workers."""
 
     def begin(self, step: int, loader: Iterable[Any]) -> Epoch:
-        """The next epoch; one that is over already where an earlier part of the run has been through it."""
+        """The next epoch; already over if an earlier attempt completed it."""
         if self._left:
             epoch = self._left.pop(0)
             self.epochs.append(epoch)
             if not epoch.over and not any(not later.over for later in self._left):
-                self.epochs += self._left  # passes inside of this one, already made
+                self.epochs += self._left  # iterations inside this one, already complete
                 self._left = []
-            elif epoch.over and not epoch.stepped:  # an evaluation: again, and not counted
+            elif epoch.over and not epoch.stepped:  # an evaluation: repeated, and not counted
                 return Epoch(number=-1, began=epoch.began, beside=epoch.beside)
             return epoch
         beside = sum(1 for each in self.epochs if not each.over and each.began == step)
@@ -81,7 +81,7 @@ class DataPosition:
 
     @contextmanager
     def entering(self, epoch: Epoch, loader: Iterable[Any]) -> Iterator[None]:
-        """Random numbers are those of the epoch's beginning, where it has begun in an earlier part of the run."""
+        """Use the random numbers of the epoch's start, if it began in an earlier attempt."""
         if not epoch.again or not epoch.draws:
             yield
             return
@@ -93,7 +93,7 @@ class DataPosition:
         self._set_states(now)
 
     def skipped(self) -> None:
-        """The loop has come past an epoch that is over: after the last of them it goes on as it did then."""
+        """The loop has skipped a completed epoch; after the last of them, random numbers continue as they did then."""
         if self._ended and not any(later.over and later.stepped for later in self._left):
             self._set_states(self._ended)
 
@@ -112,15 +112,15 @@ class DataPosition:
             generator.set_state(state)
 
     def within(self, step: int) -> bool:
-        """Whether the loop has batches that no step has used yet."""
+        """Whether the loop holds batches that no step has used yet."""
         return any(epoch.dealt_at == step and not epoch.over for epoch in self.epochs)
 
     def state(self, step: int) -> list[Any]:
-        """After so many steps; without the random numbers, which are each worker's own."""
+        """The position after this many steps, without random numbers, which are each worker's own."""
         return [[e.began, e.used(step), e.over, e.stepped, e.beside] for e in [*self.epochs, *self._left]]
 
     def draws(self) -> dict[int, list[Any]]:
-        """By epoch, for those that are open; at -1 those of the end of the latest one with steps."""
+        """The states of random numbers by open epoch; at -1 those at the end of the latest epoch with steps."""
         return {-1: self._ended} | {epoch.number: epoch.draws for epoch in self.epochs if not epoch.over}
 
     def load(self, state: list[Any], draws: dict[int, list[Any]]) -> None:
@@ -132,7 +132,7 @@ class DataPosition:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """A loader's own random numbers, wherever it keeps them."""
+    """A loader's own generators, including those of its samplers."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]

@@ -1,8 +1,8 @@
-"""Batches, dealt to the logical workers in turn: batch t·n + r of the user's loader is worker r's at step t.
+"""Deals batches to the logical workers in turn: batch t·n + r of the user's loader belongs to worker r at step t.
 
-The batches of one step, joined, are what one process with an n times larger batch would take. Where they differ in
-size, or run out for some workers, each gradient is weighted by its batch's share; a worker without a batch computes
-on another's with share 0, so that every loop runs the same number of times and nobody waits for a message.
+The joined batches of one step are those of a single process with an n times larger batch. If they differ in size, or
+run out for some workers, each gradient is weighted by its batch's share; a worker without a batch computes on another
+one with share 0, so that every loop runs the same number of times and no worker waits for a missing message.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
 from weft.transport.collective import Processes
 
 Dealt = tuple[Any, Share, int, int]
-"""A batch, its share of the step's joined batch, how many samples it has, and its step's fingerprint."""
+"""A batch, its share of the step's joined batch, its number of samples, and its step's fingerprint."""
 Group = tuple[list[Any], int]
-"""The batches of one step, or their indices, and a fingerprint: the same number in every process."""
+"""The batches of one step, or their indices, and a fingerprint that is equal in every process."""
 
 _AHEAD = 64
-"""Steps whose indices are read from a sampler at once."""
+"""The number of steps whose indices are read from a sampler at once."""
 _STATELESS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealer:
-    """What dealing needs to know of the run."""
+    """The parts of the run that dealing depends on."""
 
     workers: int
     passes: Passes
@@ -61,22 +61,22 @@ class Dealer:
     seed: int
 
     def feeds(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> list[Iterator[Dealt]]:
-        """One stream of batches for each carried worker: what an epoch has not consumed yet."""
+        """One stream of batches for each logical worker of this process: the unconsumed rest of an epoch."""
         ranks = self.passes.ranks
         if own:
             if len(ranks) > 1:
                 raise UserError(
-                    "own=True gives each process its own data, but this one carries several workers; use one each"
+                    "own=True gives each process its own data, but this one carries several workers; use one per worker"
                 )
             if epoch.consumed and self.position.resized:
                 raise UserError(
-                    "own=True gives each worker its own data, and the checkpoint has another number of workers; resume "
+                    "own=True gives each worker its own data, but the checkpoint has another number of workers; resume "
                     "with as many"
                 )
             return [self._own(loader, epoch)]
         if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
             raise UserError(
-                "the loader already has a DistributedSampler; give run.shard() a plain loader, or say own=True"
+                "the loader already has a DistributedSampler; give run.shard() a plain loader, or pass own=True"
             )
         if _has_indices(loader):
             return self._indexed(loader, epoch)
@@ -84,12 +84,12 @@ class Dealer:
         return [_picked(groups, rank, self.workers) for groups, rank in zip(copies, ranks, strict=True)]
 
     def _order(self, epoch: Epoch) -> int:
-        """A seed for the order of an epoch: the same for all workers, another when steps have been taken."""
+        """A seed for the order of an epoch: equal for all workers, and different after further steps."""
         order = stream_seed(self.seed, -1 - epoch.began)
         return stream_seed(order, epoch.beside) if epoch.beside else order
 
     def _indexed(self, loader: DataLoader[Any], epoch: Epoch) -> list[Iterator[Dealt]]:
-        """A map-style loader: deal its sampler's batches, so that each worker loads only its own."""
+        """A map-style loader: deal the batches of its sampler, so that each worker loads only its own."""
         ranks, order, first = self.passes.ranks, self._order(epoch), epoch.consumed
         copies = itertools.tee(self._indices(loader, epoch), 2 * len(ranks))
         return [
@@ -98,11 +98,11 @@ class Dealer:
         ]
 
     def _indices(self, loader: DataLoader[Any], epoch: Epoch) -> Iterator[Group]:
-        """The groups of an epoch, as indices; an endless sampler is read as it is needed."""
+        """The groups of an epoch as indices; an endless sampler is read as needed."""
         assert loader.batch_sampler is not None
         draws = DataRng(self._order(epoch))
         with draws.lent():
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself would
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the loader itself does
             source = iter(loader.batch_sampler)
             _skip(source, epoch.consumed)
         mark = self._marked(loader.batch_sampler, lambda group, _: sum(map(fingerprint.of_indices, group)))
@@ -131,7 +131,7 @@ class Dealer:
             yield batch, *share_of([len(indices) for indices in group], rank, self.workers), mark
 
     def _groups(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Group]:
-        """Any other loader: every process goes through all of it, with the same random numbers."""
+        """Any other loader: every process reads all of it, with the same random numbers."""
         draws = DataRng(self._order(epoch)) if type(loader) not in (list, tuple) else None
         with draws.lent() if draws else contextlib.nullcontext():
             source = iter(loader)
@@ -142,7 +142,7 @@ class Dealer:
     def _grouped(
         self, source: Iterator[Any], loader: Any, mark: Callable[[list[Any]], int], draws: DataRng | None, ahead: int
     ) -> Iterator[Group]:
-        """So many groups at once; with drop_last, a step for which not every worker has a batch is dropped."""
+        """Groups, read `ahead` at a time; with drop_last, a step with fewer batches than workers is dropped."""
         whole = isinstance(loader, DataLoader) and loader.drop_last
         while True:
             with draws.lent() if draws else contextlib.nullcontext():
@@ -155,7 +155,7 @@ class Dealer:
                 return
 
     def _marked(self, loader: Any, mark: Callable[[list[Any], bool], int]) -> Callable[[list[Any]], int]:
-        """Fingerprints of groups, where there is another process to compare them with; the first tells the length."""
+        """Fingerprints of groups, if there are other processes to compare with; the first includes the length."""
         if self.transport.layout.processes == 1:
             return lambda group: 0
         length = _length(loader) or 0
@@ -168,7 +168,7 @@ class Dealer:
         return marked
 
     def pass_by(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> None:
-        """An earlier part of the run has been through an epoch; a sampler that counts its epochs counts this one."""
+        """Skip an epoch that an earlier attempt completed; a sampler that counts its epochs counts this one."""
         if own or not _has_indices(loader) or type(loader.sampler) in _STATELESS:
             return
         groups = self._indices(loader, replace(epoch, consumed=0))
@@ -176,7 +176,7 @@ class Dealer:
         deque(groups if _length(loader) is not None else itertools.islice(groups, steps), maxlen=0)
 
     def counted(self, feeds: list[Iterator[Dealt]], count: Count) -> list[Dealt]:
-        """The next batch of each carried worker, with a share that is known when all workers have told their counts."""
+        """The next batch of each logical worker, with a share that is known once all workers have sent their counts."""
         row: list[Dealt] = []
         for pass_index, feed in enumerate(feeds):
             with self.passes.stream_of(pass_index):
@@ -191,7 +191,7 @@ class Dealer:
         ]
 
     def _own(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Dealt]:
-        """Each process brings its own batches; their numbers and sizes are exchanged here, once an epoch."""
+        """Each process has its own batches; their numbers and sizes are exchanged once per epoch."""
         try:
             count = len(loader)  # type: ignore[arg-type]
         except TypeError:
@@ -211,7 +211,7 @@ class Dealer:
     def _owned(
         self, source: Iterator[Any], batch: Any, rows: list[list[int]], guessed: list[int] | None, done: int
     ) -> Iterator[Dealt]:
-        """Batches from number `done` on; one that has run out goes on with its last, which counts for nothing."""
+        """Batches from number `done` on; a worker that has run out repeats its last batch with share 0."""
         for at in range(done, len(rows[0])):
             batch = next(source, batch)
             if guessed and at < len(guessed) and samples(batch) != guessed[at]:
@@ -230,7 +230,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader's batches are those of its sampler. One that iterates in its own way is read as it is."""
+    """Whether a loader's batches are those of its sampler. A loader with its own iteration is read as it is."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     kind = type(loader)
@@ -239,7 +239,7 @@ def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def _sizes(loader: Iterable[Any], count: int, first: Any) -> tuple[list[int], bool]:
-    """How many samples each batch will have, and whether that is sure; a guess is: as many as the first."""
+    """The number of samples of each batch, and whether that is certain; the guess is the size of the first batch."""
     if isinstance(loader, Sequence):
         return [samples(batch) for batch in loader], True
     size = getattr(loader, "batch_size", None)
@@ -256,7 +256,7 @@ def _picked(groups: Iterator[Group], rank: int, workers: int) -> Iterator[Dealt]
 
 
 def samples(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of its first tensor; 1 where there is none."""
+    """The number of samples of a batch: the first dimension of its first tensor; 1 if there is none."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
     parts: Iterable[Any] = (
@@ -268,14 +268,14 @@ def samples(batch: Any) -> int:
 
 
 def _skip(source: Iterator[Any], count: int) -> list[Any]:
-    """Go past so many; returns the last of them, if there is one."""
+    """Skip this many items; returns the last of them, if there is one."""
     return list(deque(itertools.islice(source, max(0, count)), maxlen=1))
 
 
 class Seeded(Dataset[Any]):
-    """A dataset in a loader's own process: each batch begins with a seed, so its random numbers are its own.
+    """A dataset in a data-loader process: each batch is seeded, so its random numbers are its own.
 
-    They depend neither on which process loads the batch nor on what was loaded before it.
+    They depend neither on the process that loads the batch nor on the batches loaded before it.
     """
 
     def __init__(self, inner: Dataset[Any]) -> None:
@@ -291,7 +291,7 @@ class Seeded(Dataset[Any]):
 
 
 class Unwrapped:
-    """A loader's process sees the user's own dataset."""
+    """Shows a data-loader process the user's own dataset."""
 
     def __init__(self, prepare: Callable[[int], None] | None) -> None:
         self.prepare = prepare
@@ -305,7 +305,7 @@ class Unwrapped:
 
 
 class Shard:
-    """What `run.shard(loader)` gives: iterate it once per epoch, as the loader itself."""
+    """The result of `run.shard(loader)`: iterate it once per epoch, like the loader itself."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class Shard:
         position, passes = dealer.position, dealer.passes
         if self.count is not None and passes.sums:
             raise UserError(
-                'samples= weighs a mean, and reduction="sum" adds gradients up undivided; leave one of them out'
+                'samples= weighs a mean, but reduction="sum" adds gradients undivided; leave one of them out'
             )
         for _ in itertools.count() if self.epochs is None else range(self.epochs):
             epoch = position.begin(passes.step, self.loader)
@@ -344,7 +344,7 @@ class Shard:
             exchanges = passes.exchanges
             try:
                 yield from self._one(feeds, epoch)
-            except GeneratorExit:  # the loop has left it
+            except GeneratorExit:  # the loop has broken out of the epoch
                 passes.passed(id(epoch))
                 position.end(epoch, passes.step)
                 raise
@@ -354,15 +354,15 @@ class Shard:
             if self.lifecycle.enough():
                 return
             if not epoch.consumed + epoch.out:
-                raise LoopError("the loader gave no batch; a smaller batch size or drop_last=False may help")
+                raise LoopError("the loader gave no batch; use a smaller batch size, or drop_last=False")
             position.end(epoch, passes.step)
 
     def _one(self, feeds: list[Iterator[Dealt]], epoch: Epoch) -> Iterator[Any]:
         passes = self.dealer.passes
         if passes.count > 1 and passes.within:
             raise LoopError(
-                "the last epoch ended inside accumulate(), and of the several workers that this process carries only "
-                "the first had got there; let an epoch hold whole steps, or give each worker a process"
+                "the last epoch ended inside accumulate(), and only the first of the several workers in this process "
+                "had reached it; let an epoch consist of whole steps, or give each worker a process"
             )
         ahead: deque[Dealt] = deque()
         while not (self.lifecycle.enough() and passes.pass_index == 0):
@@ -382,28 +382,28 @@ class Shard:
                 self.lifecycle.stepped(epoch)
 
     def _counted(self, feeds: list[Iterator[Dealt]], count: Count, ahead: deque[Dealt]) -> Dealt | None:
-        """The next batch of the worker whose turn it is; those of all carried workers are counted together."""
+        """The next batch of the present worker; those of all logical workers of this process are counted together."""
         if self.dealer.passes.pass_index == 0:
             if ahead:
                 raise LoopError(
-                    "a batch was passed over, and with samples= the workers that this process carries count the "
-                    "batches of a step together; use every batch, or give each worker a process"
+                    "a batch was skipped, but with samples= the workers in this process count the batches of a step "
+                    "together; use every batch, or give each worker a process"
                 )
             ahead.extend(self.dealer.counted(feeds, count))
         return ahead.popleft() if ahead else None
 
 
 class BetweenSteps(Protocol):
-    """What the run does between a loop's steps."""
+    """Callbacks of the run between the steps of a loop."""
 
     def enough(self) -> bool:
         """Whether the run has taken all its steps."""
 
     def resumed(self, epoch: Epoch) -> None:
-        """The loop asks for a batch. An earlier part of the run may have stopped just here."""
+        """The loop requests a batch. An earlier attempt may have stopped here."""
 
     def stepped(self, epoch: Epoch) -> None:
-        """A step is over, with all that the loop does after it."""
+        """A step is complete, including everything that the loop does after it."""
 
     def passed(self) -> None:
-        """A pass with exchanges is over in this process; all processes come here after the same number of them."""
+        """An iteration with exchanges is over; all processes reach this after the same number of exchanges."""

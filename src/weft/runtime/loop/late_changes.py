@@ -1,7 +1,7 @@
-"""What would change the model past the exchange of gradients, and is refused.
+"""Refuses changes to the model that bypass the exchange of gradients.
 
-A loop may do at any time what one process may do: add a layer, set a gradient by hand, step a second optimizer. Where
-the other workers would not see it, replicas would drift apart without a word.
+A single process may at any time add a layer, set a gradient by hand, or step a second optimizer. If the other workers
+did not see such a change, replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.errors import LoopError
 
 
 class LateChanges:
-    """The parameters, hooks and optimizers of one model as they were at `distribute`."""
+    """The parameters, hooks and optimizers of one model at the time of `distribute`."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, others: Sequence[Any], hooked: Sequence[Tensor] = ()
@@ -39,12 +39,12 @@ class LateChanges:
         ]
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
     def check_parameters(self) -> None:
-        """Refuse parameters that have joined the model or its optimizer."""
+        """Refuse parameters that were added to the model or its optimizer."""
         if not self._changed and self._count == _count(self.optimizer):
             return
         self._changed, self._count = False, _count(self.optimizer)
@@ -53,12 +53,12 @@ class LateChanges:
         for name, param in found:
             if id(param) not in self._known:
                 raise LoopError(
-                    f"{name}, of shape {tuple(param.shape)}, has joined after run.distribute(), and the other workers "
-                    "do not know it; build the whole model before that call, and freeze what is to train later"
+                    f"{name}, of shape {tuple(param.shape)}, was added after run.distribute(), and the other workers "
+                    "do not have it; build the whole model before that call, and freeze parameters that train later"
                 )
 
     def check_hooks(self) -> None:
-        """Refuse hooks on gradients that would run behind Weft's own, on a gradient that has already left."""
+        """Refuse hooks that would run after Weft's own, on a gradient that is already being exchanged."""
         for param, hooks in self._hooked:
             if _post_hooks(param) != hooks:
                 raise LoopError(
@@ -68,7 +68,7 @@ class LateChanges:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """While the distributed optimizer steps, the optimizers that it wraps may."""
+        """Allow wrapped optimizers to step while the distributed optimizer steps."""
         self._stepping = True
         try:
             yield
@@ -82,13 +82,13 @@ class LateChanges:
             return
         if self.in_backward:
             raise LoopError(
-                f"{type(optimizer).__name__} steps inside of backward, with gradients that were not exchanged yet; "
-                "call step() when backward has returned"
+                f"{type(optimizer).__name__} steps inside backward, with gradients that were not exchanged yet; "
+                "call step() after backward has returned"
             )
         if not any(optimizer is other for other in self._others):
             raise LoopError(
-                f"{type(optimizer).__name__} steps parameters of the model, and was not passed to run.distribute(); "
-                "pass it behind the first one: run.distribute(model, optimizer, second)"
+                f"{type(optimizer).__name__} steps parameters of the model, but was not passed to run.distribute(); "
+                "pass it after the first one: run.distribute(model, optimizer, second)"
             )
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> None:
@@ -100,12 +100,12 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def _post_hooks(param: Tensor) -> int:
-    """How many hooks of the user's there are; Weft's own come and go."""
+    """The number of the user's hooks; Weft's own are not counted."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return sum(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in hooks)
 
 
 def compiled() -> bool:
-    """Whether anything in this process was given to `torch.compile`."""
+    """Whether anything in this process was passed to `torch.compile`."""
     frames = getattr(torch, "_dynamo", None) and getattr(torch._dynamo, "eval_frame", None)
     return any(backend is not None for backend in getattr(frames, "cached_backends", {}).values())

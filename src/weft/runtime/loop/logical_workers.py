@@ -1,6 +1,6 @@
-"""Whose turn it is. The user's loop belongs to one logical worker; a process that carries several runs it for each.
+"""Passes of logical workers. The user's loop belongs to one worker; a process with several runs it once for each.
 
-A worker's turn ends with its backward. Only the last turn's backward exchanges gradients, and only then do `step`,
+A worker's pass ends with its backward. Only the last pass's backward exchanges gradients, and only then do `step`,
 schedulers, scalers and clipping take effect.
 """
 
@@ -16,11 +16,11 @@ from weft.runtime.loop.rng import rng_state, set_rng_state, stream_seed
 from weft.transport.layout import Layout
 
 Share = float | Callable[[], float]
-"""A worker's share of a step's joined batch. A function asks the other workers, with the first gradient of the step."""
+"""A worker's share of a step's joined batch; or a function that gathers it, called at the step's first gradient."""
 
 
 class Passes:
-    """The carried workers' turns within a step: random streams, shares of the batch, and what is complete."""
+    """The passes of this process's logical workers within a step: random streams, shares, and completion."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.ranks = layout.carried()
@@ -32,28 +32,28 @@ class Passes:
         self.share = self.even
         self.accumulating = False
         self.complete = self.count == 1
-        """Whether `.grad` holds what `step` should use."""
+        """Whether `.grad` holds the gradient for `step`."""
         self.unstepped = False
-        """Whether an exchange has happened that neither `step` nor `zero_grad` has followed."""
+        """Whether an exchange has happened without a `step` or `zero_grad` after it."""
         self.within = False
-        """Whether this turn has had a backward inside `accumulate()`, and its last backward is still to come."""
+        """Whether this pass has had a backward inside `accumulate()`, and its last backward is still to come."""
         self.asked = True
-        """Whether step() was called since the last backward, effective or not."""
+        """Whether step() was called since the last backward, with effect or without."""
         self.used: set[int] = set()
         self.samples = 0
         self.dealing: Callable[[], None] = lambda: None
-        """Called when a batch goes out."""
+        """Called when a batch is dealt."""
         self._taken = self._taken_first = 0
         self.exchanges = 0
-        """Exchanges so far: all processes make the same number, whether or not `step` follows."""
+        """The number of exchanges so far; equal in all processes, whether or not `step` follows."""
         self.sums = False
-        """Whether gradients are added up undivided: a batch weighs 1, a missing one 0."""
+        """Whether gradients are added undivided: a batch has weight 1, a missing one 0."""
         self.compare: Callable[[int], None] | None = None
-        """Tells the fingerprint of a pass's first batches to the other workers, where exchanges do not carry it."""
+        """Compares the fingerprint of an epoch's first batches with other workers, if exchanges do not include it."""
         self._dealt: dict[int, Share] = {}
-        """By open pass over data: the share of its latest batch."""
+        """By open epoch: the share of its latest batch."""
         self._fingerprints: dict[int, int] = {}
-        """By pass: the batches of all workers since the last exchange, as one number."""
+        """By epoch: a fingerprint of the batches of all workers since the last exchange."""
         self._compared: set[int] = set()
         self._batch = False
         self._streams: list[list[torch.Tensor]] = []
@@ -68,11 +68,11 @@ class Passes:
         return self.pass_index == self.count - 1
 
     def add_up(self) -> None:
-        """From here on gradients are added up undivided."""
+        """From now on gradients are added undivided."""
         self.sums, self.share, self.even = True, 1.0, 1.0
 
     def deal(self, share: Share, samples: int, number: int = 0, fingerprint: int = 0) -> None:
-        """A batch of a pass, known by its number, goes out to the worker whose turn it is."""
+        """Deal a batch of an epoch, given by its number, to the present worker."""
         self.dealing()
         self._taken += 1
         if self.sums:
@@ -87,7 +87,7 @@ class Passes:
         self._batch = True
 
     def passed(self, number: int) -> None:
-        """A pass is over: its last batch has no part in the steps that follow."""
+        """An epoch is over: its last batch is not part of later steps."""
         self._dealt.pop(number, None)
         self._fingerprints.pop(number, None)
         self._compared.discard(number)
@@ -95,35 +95,34 @@ class Passes:
 
     @property
     def fingerprint(self) -> int:
-        """The batches that all workers have been dealt since the last exchange, as one number."""
+        """A fingerprint of the batches of all workers since the last exchange."""
         return sum(self._fingerprints.values()) % 2**62
 
     def _weigh(self) -> None:
-        """Settle the share of the step. Where several loaders have given a batch, they must agree on it."""
+        """Determine the share of the step. If several loaders have dealt a batch, they must agree on it."""
         counted = {each() for each in self._dealt.values() if callable(each)}
         shares = counted or {each for each in self._dealt.values() if not callable(each)}
         if len(shares) > 1:
             raise LoopError(
                 "the loaders of this step give their batches different shares of it; give each the same number of "
-                "batches of equal size (drop_last=True), or say with run.shard(loader, samples=...) which one counts"
+                "batches of equal size (drop_last=True), or pass samples=... to run.shard() for the one that counts"
             )
         self.share = shares.pop() if shares else self.share
 
     def _compare(self) -> None:
-        """The first backward of a pass: refuse to go on where the workers' loaders differ."""
+        """At the first backward of an epoch: raise LoopError if the workers' loaders differ."""
         new = self._fingerprints.keys() - self._compared
         if self.compare is not None and new:
             self.compare(sum(self._fingerprints[number] for number in new) % 2**62)
         self._compared |= new
 
     def accumulated(self) -> None:
-        """The present batch is one of several in its step, which are weighed together, by one share."""
+        """The present batch is one of several in its step, which have a single share."""
         self.within = True
         if any(callable(each) for each in self._dealt.values()):
             raise LoopError(
-                "run.shard(samples=...) weighs each batch of a step by itself, and accumulate() adds gradients up "
-                'before that; use run.distribute(..., reduction="sum"), and divide the loss by the samples of the '
-                "whole step"
+                "run.shard(samples=...) weighs each batch of a step by itself, but accumulate() adds gradients before "
+                'that; use run.distribute(..., reduction="sum"), and divide the loss by the samples of the whole step'
             )
         if any(each != self.even for each in (self.share, *self._dealt.values())):
             raise LoopError(
@@ -149,13 +148,13 @@ class Passes:
         self._weigh()
 
     def next(self) -> None:
-        """This worker's turn is over."""
+        """The present worker's pass is over."""
         if self.pass_index == 0:
             self._taken_first = self._taken
         elif self._taken != self._taken_first:
             raise LoopError(
                 f"a worker took {self._taken} batches for a step, another one {self._taken_first}, and this process "
-                "carries both; a worker takes all batches of its step in a row, the same number as every other"
+                "carries both; let each worker take the same number of batches for a step, all in a row"
             )
         self._taken = 0
         self._batch = self.within = False
@@ -177,14 +176,14 @@ class Passes:
         self.samples = 0
 
     def part_streams(self) -> None:
-        """From here on every logical worker draws random numbers of its own, wherever it is carried."""
+        """From now on every logical worker has its own random stream, in whichever process it runs."""
         for rank in reversed(self.ranks):
             torch.manual_seed(stream_seed(self._seed, rank))
             self._streams.insert(0, rng_state())
 
     @contextmanager
     def stream_of(self, pass_index: int) -> Iterator[None]:
-        """Random numbers are the carried worker's of that turn, which draws before its turn has come."""
+        """Use the random stream of another pass's worker, which draws before its pass begins."""
         if pass_index == self.pass_index or not self._streams:
             yield
             return
@@ -197,10 +196,10 @@ class Passes:
             set_rng_state(mine)
 
     def streams(self) -> list[list[torch.Tensor]]:
-        """Each carried worker's random numbers, between steps."""
+        """The random stream of each logical worker of this process, between steps."""
         return [rng_state(), *self._streams[1:]]
 
     def set_streams(self, streams: list[list[torch.Tensor] | None]) -> None:
-        """Go on with these; None: as it is."""
+        """Continue with these streams; None: unchanged."""
         self._streams = [new or old for new, old in zip(streams, self.streams(), strict=True)]
         set_rng_state(self._streams[0])

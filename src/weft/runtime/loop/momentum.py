@@ -1,4 +1,4 @@
-"""What a compressor takes over from the optimizer, or refuses to run without."""
+"""Momentum that a compressor takes over from the optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def claims(strategy: Strategy) -> bool:
 
 
 def claimed_momentum(strategy: Strategy, optimizer: Optimizer) -> float | None:
-    """The momentum of the loop's SGD, which from now on steps without one; None where nobody claims it."""
+    """The momentum of the loop's SGD, which from now on runs without it; None if no compressor claims it."""
     if not claims(strategy):
         return None
     name = str(strategy.compression)
     if not isinstance(optimizer, SGD):
         raise UserError(
-            f"{name} works with the momentum of SGD, and the optimizer is {type(optimizer).__name__}; "
+            f"{name} needs the momentum of SGD, but the optimizer is {type(optimizer).__name__}; "
             "use torch.optim.SGD(momentum=0.9), or error_feedback(topk), which leaves momentum to the optimizer"
         )
     found = {group["momentum"] for group in optimizer.param_groups}
@@ -33,9 +33,9 @@ def claimed_momentum(strategy: Strategy, optimizer: Optimizer) -> float | None:
 
 
 def check_claims(optimizer: Optimizer) -> None:
-    """Whoever sets the momentum again, as some schedulers do, would have it count twice."""
+    """Raise LoopError if the momentum was set again, as some schedulers do: it would be applied twice."""
     if any(group["momentum"] for group in optimizer.param_groups):
         raise LoopError(
-            "something has set the optimizer's momentum, which the compressor has taken over; turn off what cycles it, "
-            "as in OneCycleLR(cycle_momentum=False)"
+            "the optimizer's momentum was set, but the compressor has taken it over; turn off its schedule, as in "
+            "OneCycleLR(cycle_momentum=False)"
         )

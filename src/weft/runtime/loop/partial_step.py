@@ -1,7 +1,7 @@
-"""An optimizer's step, taken for some of its parameters at a time, with the hyper-parameters of the moment of `step()`.
+"""An optimizer's step applied to some of its parameters at a time, with the hyperparameters at the time of `step()`.
 
-Only where that is the same as one whole step: optimizers that treat every parameter for itself, and nobody who wants to
-be told about the step as a whole.
+Only if that equals one whole step: the optimizer treats each parameter independently, and no hook observes the step as
+a whole.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(t
 
 
 def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Why this model's parameters cannot be updated one after another; None where they can."""
+    """Why this model's parameters cannot be updated one after another; None if they can."""
     if type(optimizer) not in _SEPARABLE:
-        return f"{type(optimizer).__name__} may look at several parameters at once"
+        return f"{type(optimizer).__name__} may use several parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a differentiable optimizer steps as a whole"
     if has_step_hooks(optimizer):
@@ -35,7 +35,7 @@ def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
         return "the optimizer leaves some parameters to another one"
     odd = next((type(p).__name__ for p in model.parameters() if type(p) is not nn.Parameter), None)
     if odd is not None:
-        return f"a parameter of the class {odd} does not wait"
+        return f"a parameter of class {odd} cannot be lazy"
     for module in model.modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             return "compiled code does not wait for a parameter"
@@ -45,7 +45,7 @@ def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to be told about a whole step of this optimizer."""
+    """Whether a hook observes whole steps of this optimizer."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
     everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -53,7 +53,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 class PartialStep:
-    """The same optimizer, sharing its state, with groups of its own."""
+    """The same optimizer with shared state and its own parameter groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         own = vars(optimizer).get("step")
@@ -65,7 +65,7 @@ class PartialStep:
         self._part._optimizer_step_post_hooks = OrderedDict()
 
     def freeze(self) -> Callable[[Sequence[Tensor]], None]:
-        """A step with the hyper-parameters of now, to be taken for some parameters after others."""
+        """A step with the present hyperparameters, to be applied to some parameters at a time."""
         groups = [{key: _kept(value) for key, value in group.items()} for group in self._optimizer.param_groups]
         group_of = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
         self._part.state = self._optimizer.state
@@ -78,7 +78,10 @@ class PartialStep:
             self._part.param_groups = [groups[at] | {"params": chosen} for at, chosen in mine.items()]
             if mine:
                 device = next(iter(mine.values()))[0].device.type
-                with torch.inference_mode(False), torch.autocast(device, enabled=False):  # wherever it was touched
+                with (
+                    torch.inference_mode(False),
+                    torch.autocast(device, enabled=False),
+                ):  # not the context of the access
                     self._step(self._part)
 
         return step

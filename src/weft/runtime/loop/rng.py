@@ -37,7 +37,7 @@ def set_rng_state(state: list[torch.Tensor]) -> None:
 
 
 def process_rng_state() -> list[Any]:
-    """Python's and numpy's global random numbers: one stream for each process, whomever it carries."""
+    """The state of Python's and numpy's global random numbers: one stream per process, for all of its workers."""
     version, inner, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return [
@@ -54,9 +54,9 @@ def set_process_rng_state(states: list[Any]) -> None:
 
 
 class DataRng:
-    """Random numbers for reading one epoch's data: torch's, numpy's and Python's, the same in every process.
+    """Random numbers for reading the data of one epoch: torch's, numpy's and Python's, equal in every process.
 
-    The loop's own are as they were afterwards, and so do not depend on how much data has been read.
+    The loop's own random numbers are restored afterwards, so they do not depend on how much data was read.
     """
 
     def __init__(self, seed: int) -> None:
@@ -65,10 +65,10 @@ class DataRng:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A loader draws from these instead of the loop's."""
+        """Let a loader draw from these instead of the loop's."""
         loops = _global_states()
         if self._state is None:
-            torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed the GPUs, too
+            torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would also seed the GPUs
             random.seed(self._seed)
             numpy.random.seed(self._seed % 2**32)
         else:

@@ -1,4 +1,4 @@
-"""A worker's share of a step: its samples over those of all workers, counted by size or by the user's own function."""
+"""A worker's share of a step: its samples over those of all workers, counted by size or by the user's function."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weft.errors import LoopError
 from weft.transport.collective import Processes
 
 Count = Callable[[Any], float | Tensor]
-"""How many samples, or tokens, a batch counts for."""
+"""The number of samples, or tokens, that a batch counts for."""
 
 
 def share_of(sizes: Sequence[float], rank: int, workers: int) -> tuple[float, int]:
-    """A worker's share of a step's samples, and how many it has; exactly 1/n where all are equal."""
+    """A worker's share of a step's samples, and its number of samples; exactly 1/n if all are equal."""
     mine = sizes[rank] if rank < len(sizes) else 0
     if len(sizes) == workers and len(set(sizes)) == 1:
         return 1.0 / workers, math.ceil(mine)
@@ -26,7 +26,7 @@ def share_of(sizes: Sequence[float], rank: int, workers: int) -> tuple[float, in
 
 
 class Shares:
-    """The shares of one step's batches, by counts of the user's own. The first who asks tells and hears them."""
+    """The shares of one step's batches, by the user's own counts. They are gathered on first use."""
 
     def __init__(self, transport: Processes, mine: list[float]) -> None:
         self.transport, self.mine = transport, mine
@@ -36,7 +36,7 @@ class Shares:
 
     @functools.cached_property
     def _counts(self) -> list[float]:
-        """Everyone's, by rank; floats travel as whole numbers of the same bits."""
+        """The counts of all workers, by rank; floats travel as integers of the same bits."""
         layout = self.transport.layout
         carried = [len(layout.carried(process)) for process in range(layout.processes)]
         bits = struct.unpack(f"{len(self.mine)}q", struct.pack(f"{len(self.mine)}d", *self.mine))
@@ -45,13 +45,13 @@ class Shares:
         for row, many in zip(rows, carried, strict=True):
             counts += struct.unpack(f"{many}d", struct.pack(f"{many}q", *row[:many]))
         if not sum(counts):
-            raise LoopError("no worker has a sample in this step: samples= said 0 for all; leave such batches out")
+            raise LoopError("no worker has a sample in this step: samples= returned 0 for all; skip such batches")
         return counts
 
 
 def counted(count: Count, batch: Any) -> float:
-    """What the user's function says about a batch."""
+    """The result of the user's function for a batch."""
     found = float(count(batch))
     if not (math.isfinite(found) and found >= 0):
-        raise LoopError(f"samples= said {found} of a batch; return how many samples count in it, 0 or more")
+        raise LoopError(f"samples= returned {found} for a batch; return its number of samples, 0 or more")
     return found

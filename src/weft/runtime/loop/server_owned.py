@@ -1,9 +1,9 @@
-"""What the servers keep must not be changed by a worker's loop: they do not see it, and would overwrite it.
+"""Refuses changes of server-owned state by a worker's loop: servers do not see them and would overwrite them.
 
-Parameters, the optimizer's groups and its state are the servers' from `run.distribute()` on. `ServerOwned` notices what
-a loop does to them. An edit in place is seen by a parameter's version, which torch counts; edits through `.data` are
-counted too while parameters are watched, since `.data` then shares the version. New memory is seen by its address. What
-leaves neither trace (a view of numpy's) is seen by a hash, now and then.
+From `run.distribute()` on, servers own the parameters, the optimizer's groups and its state. `ServerOwned` detects
+changes by the loop. An in-place edit changes the parameter's version counter; edits through `.data` do so too while
+parameters are watched, since `.data` then shares the counter. New memory has another address. Changes without either
+trace (through a numpy view) are detected by a hash, from time to time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.runtime.checks.replicas import HASH_EVERY, parameter_hash
 
 
 class ServerOwned:
-    """A model and an optimizer as the servers know them."""
+    """A model and an optimizer as the servers have them."""
 
     def __init__(self, model: nn.Module, named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         self._named, self._optimizer = named, optimizer
@@ -30,7 +30,7 @@ class ServerOwned:
         self._hash: int | None = None
 
     def watch(self) -> None:
-        """The servers have everything: from here on nothing may change."""
+        """Start watching: the servers have everything, and no change is allowed from now on."""
         self._groups = _groups(self._optimizer)
         self._seen = {name: (p._version, p.data_ptr()) for name, p in self._named.items()}
         self._state = self._optimizer.state
@@ -40,7 +40,7 @@ class ServerOwned:
         _count_edits(self._named)
 
     def unwatch(self) -> None:
-        """The run is over."""
+        """Stop watching, at the end of the run."""
         _count_edits_no_more(self._named)
 
     def _show(self) -> None:
@@ -50,15 +50,15 @@ class ServerOwned:
         self._optimizer.state = self._away
 
     def due(self, step: int) -> bool:
-        """Whether values are to be hashed after this step."""
+        """Whether values are hashed after this step."""
         return step % HASH_EVERY == 0
 
     def hash(self, step: int) -> None:
-        """A step was taken, and where that is due the parameters have the servers' values by now."""
+        """Hash the parameters after a step, if it is due; they have the servers' values by then."""
         self._hash = parameter_hash(list(self._named.values())) if self.due(step) else None
 
     def check(self) -> None:
-        """Raises LoopError where the loop has changed what the servers keep."""
+        """Raise LoopError if the loop has changed server-owned state."""
         for name, p in self._named.items():
             if (p._version, p.data_ptr()) != self._seen[name]:
                 raise _changed(name)
@@ -69,14 +69,14 @@ class ServerOwned:
     def _check_optimizer(self) -> None:
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
-                "the optimizer has other parameters than in run.distribute(), and the servers step the old ones; give "
+                "the optimizer has other parameters than in run.distribute(), but the servers step the old ones; give "
                 "it all of them before run.distribute(), or use another topology, such as direct"
             )
         thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
         if thawed is not None:
             raise LoopError(
-                f"{thawed} was frozen in run.distribute(), so the servers do not have it; unfreeze all that will train "
-                "before run.distribute(..., unused=True), and freeze it after that"
+                f"{thawed} was frozen in run.distribute(), so the servers do not have it; unfreeze all parameters that "
+                "will train before run.distribute(..., unused=True), and freeze them after it"
             )
         if self._optimizer.state is not self._away:
             raise _changed("the optimizer's state")
@@ -84,8 +84,8 @@ class ServerOwned:
 
 def _changed(what: str) -> LoopError:
     return LoopError(
-        f"{what} was changed beside the optimizer, and the servers, who have the model, do not know; change it before "
-        "run.distribute(), or use another topology, such as direct"
+        f"{what} was changed outside of the optimizer, but the servers have the model and do not see it; change it "
+        "before run.distribute(), or use another topology, such as direct"
     )
 
 
@@ -94,7 +94,7 @@ def _groups(optimizer: Optimizer) -> list[list[int]]:
 
 
 class _Away(defaultdict[Any, Any]):
-    """An optimizer's state that is with the servers: what is read here would be old, what is written lost."""
+    """Optimizer state that is on the servers: reading it here would give old values, writing would be lost."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise LoopError(
@@ -121,7 +121,7 @@ def _set(p: Tensor, value: Tensor) -> None:
 
 
 def _count_edits(named: Mapping[str, Tensor]) -> None:
-    """From now on `.data` of these parameters shares their version, as `detach()` does."""
+    """From now on `.data` of these parameters shares their version counter, as `detach()` does."""
     _counted.update(map(id, named.values()))
     nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
 

@@ -1,1 +1,1 @@
-"""The run folder: one event per step, and whatever describes the run."""
+"""The run folder: one event per step, and the description of the run."""

@@ -1,4 +1,4 @@
-"""Stamps in time that cost next to nothing where they are taken: host time on CPU, stream events on CUDA."""
+"""Cheap timestamps: host time on CPU, stream events on CUDA."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 Stamp = Any
-"""A float on CPU, a CUDA event on CUDA; only `Clock.seconds` looks inside."""
+"""A float on CPU, a CUDA event on CUDA; opaque except to `Clock.seconds`."""
 
 
 @dataclass
 class Spans:
-    """When the parts of one step's exchange began and ended; `wire` by bucket."""
+    """The intervals of one step's exchange; `wire` by bucket."""
 
     encode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
     decode: list[tuple[Stamp, Stamp]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Spans:
 
 
 class Clock:
-    """Takes stamps in the order of the device's work, and later says how many seconds lie between them."""
+    """Takes timestamps in the order of the device's work, and converts them to seconds later."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -36,7 +36,7 @@ class Clock:
         return event
 
     def seconds(self, stamp: Stamp) -> float:
-        """Since the clock was made; waits for the device where it must."""
+        """Seconds since the clock was made; waits for the device if necessary."""
         if not self.cuda:
             return float(stamp - self.start)
         stamp.synchronize()

@@ -26,7 +26,7 @@ from weft.strategy import Strategy
 def describe(
     folder: Path, strategy: Strategy, world: World, device: torch.device, seed: int, steps: int | None
 ) -> None:
-    """Write what the run is and where it runs."""
+    """Write the strategy and the environment of the run."""
     write_text(folder / "strategy.toml", f"# {strategy}\n{strategy.to_toml()}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     environment = {
@@ -53,7 +53,7 @@ _LAUNCH = "launch.json"
 
 
 def describe_launch(folder: Path, spec: Launch) -> None:
-    """Write how the run was started, so that it can go on."""
+    """Write the options of the launch, so that the run can be resumed."""
     policy = spec.policy
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def describe_launch(folder: Path, spec: Launch) -> None:
 
 
 def launched(folder: Path) -> Launch:
-    """How a run was started."""
+    """The options with which a run was launched."""
     word = read_json(folder, _LAUNCH)
     try:
         policy = word["policy"]
@@ -90,11 +90,9 @@ def launched(folder: Path) -> Launch:
             policy=Policy(every=policy[0], last=policy[1], milestone=policy[2]) if policy else None,
         )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UserError(
-            f"{folder / _LAUNCH} cannot be understood: {error}; give a folder that `weft train` made"
-        ) from None
+        raise UserError(f"{folder / _LAUNCH} cannot be parsed: {error}; give a folder made by `weft train`") from None
 
 
 def describe_model(folder: Path, specs: Sequence[Spec]) -> None:
-    """Write what trains: the parameters' names, shapes and dtypes."""
+    """Write the names, shapes and dtypes of the trained parameters."""
     write_json(folder / "model.json", [[spec.name, list(spec.shape), str(spec.dtype)[6:]] for spec in specs])

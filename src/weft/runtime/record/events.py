@@ -1,11 +1,11 @@
-"""What a run leaves behind while it goes: one event per step, in the run folder, at next to no cost.
+"""The record of a run: one event per step in the run folder, at almost no cost.
 
     strategy.toml  environment.json  model.json  events-<process>.jsonl  report.json
-    checkpoints/ (see store/checkpoint)  resumed.jsonl (where the run went on after an end)
-    seen.json (where a schedule learns from the first steps)  trace-<process>.json (on request)
+    checkpoints/ (see store/checkpoint)  resumed.jsonl (if the run was resumed)
+    seen.json (if the schedule needs calibration)  trace-<process>.json (with --trace)
 
-An event's phases, in seconds: forward; backward (with the loss); encode and decode (compressing and adding up, in the
-engine's thread); exposed (something is on the wire while the loop waits for it); hidden (on the wire while the loop
+The phases of an event, in seconds: forward; backward (including the loss); encode and decode (compression and sums, in
+the engine's thread); exposed (communication while the loop waits for it); hidden (communication while the loop
 computes); optimizer.
 """
 
@@ -28,16 +28,16 @@ from weft.runtime.record.trace import length, overlap, perfetto, union
 log = logging.getLogger(__name__)
 
 Values = dict[str, list[tuple[float, Any]]]
-"""What was logged for a step: for each name, the carried workers' shares and values."""
+"""Logged values of a step: for each name, the share and the value of each logical worker of this process."""
 
 _FLUSH_S = 1.0
 _TRACED_STEPS = 30
 
 
 class Recorder:
-    """Writes one process's events, in batches, and now and then tells how far the run is.
+    """Writes the events of one process, in batches, and reports progress from time to time.
 
-    Process 0 holds the folder meanwhile.
+    Process 0 locks the folder meanwhile.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Recorder:
         self.pending: list[tuple[int, dict[str, Any], float, int, Values]] = []
         self.trace: list[tuple[int, dict[str, Any]]] | None = [] if trace else None
         self.about: dict[str, Any] = {}
-        """What progress needs to know beside the event."""
+        """Additional fields of progress reports."""
         self.marks: set[int] = set()
-        """Steps whose end is told at once: somebody reads counters then."""
+        """Steps whose end is reported at once, because counters are read then."""
         self.attempt = 0
-        """How often the run has gone on after an end; a step that was taken again counts as it was the last time."""
+        """The number of times the run was resumed; a repeated step counts as in its last attempt."""
         self._flushed = time.monotonic()
         self._file: IO[str] | None = None
         self._hold: IO[bytes] | None = None
         self.again = False
-        """Whether the folder holds events of an earlier run, or of an earlier part of this one."""
+        """Whether the folder holds events of an earlier run, or of an earlier attempt of this one."""
         if folder is not None:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Recorder:
         self.pending.append((step, stamps, sent, samples, values))
 
     def flush(self) -> None:
-        """Resolve stamps and values, and write."""
+        """Convert timestamps and values, and write them."""
         events = [self._event(*entry) for entry in self.pending]
         self.pending = []
         self._flushed = time.monotonic()
@@ -116,7 +116,7 @@ class Recorder:
 
 
 def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
-    """Where a launcher listens for progress, if there is one."""
+    """A function that reports progress to the launcher; None without a launcher."""
     number = os.environ.get("WEFT_PROGRESS_FD")
     if not number:
         return None
@@ -125,7 +125,7 @@ def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
         try:
             os.write(int(number), (json.dumps(event) + "\n").encode())
         except OSError:
-            pass  # the launcher is gone, and its death signal on the way
+            pass  # the launcher is gone, and this process is about to be killed
 
     return tell
 
@@ -138,7 +138,7 @@ def _resolved(clock: Clock, span: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _mean(entries: list[tuple[float, Any]]) -> Any:
-    """The carried workers' values, weighted by their shares; None where none of them had a sample."""
+    """The mean of the logical workers' values, weighted by their shares; None if none of them had a sample."""
     entries = [(share, v.item() if isinstance(v, Tensor) else v) for share, v in entries]
     if not all(isinstance(value, (int, float)) for _, value in entries):
         return str(entries[-1][1])

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class writing:
-    """Turns what the disk says into one sentence."""
+    """Turns an OSError into one sentence."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,40 +28,40 @@ class writing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise JobError(
-                f"the run folder {self.path} cannot be written: {error.strerror}; make room or give another with --out"
+                f"the run folder {self.path} cannot be written: {error.strerror}; free space or give another with --out"
             ) from error
 
 
 def hold(folder: Path, what: str) -> IO[bytes]:
-    """Take a folder for this process, until the file that is returned is closed; refused while another has it.
+    """Lock a folder for this process, until the returned file is closed. Raises UserError if another process has it.
 
-    The lock is of POSIX's kind, which a forked process does not inherit: a killed run's loaders do not keep it.
+    It is a POSIX lock, which a forked process does not inherit: data-loader processes of a killed run do not keep it.
     """
     file = (folder / f".{what}.lock").open("ab")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise UserError(f"{folder} is running right now; wait for its end, or stop it first") from None
+        raise UserError(f"{folder} is in use by a running run; wait for its end, or stop it first") from None
     except OSError as error:
-        log.warning("%s cannot be locked: %s; start no second run there", folder, error.strerror)
+        log.warning("%s cannot be locked: %s; do not start a second run there", folder, error.strerror)
     return file
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file: the new text, or where it cannot be written, still the old one."""
+    """Write a small file atomically; if that fails, the old content stays."""
     with writing(path.parent):
         settle(path, text)
         sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A small file, readable by people."""
+    """Write a small, human-readable JSON file."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def open_lines(path: Path) -> IO[str]:
-    """A file of lines, to be gone on with; a last line that was cut off stays one of its own."""
+    """Open a file of lines for appending; a truncated last line is terminated first."""
     file = path.open("a+b")
     if file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)

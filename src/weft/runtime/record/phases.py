@@ -9,21 +9,21 @@ from weft.runtime.record.events import Recorder, Values
 
 
 class SpanSource(Protocol):
-    """Whoever knows when gradients were on the wire."""
+    """Provides the intervals in which gradients were on the wire."""
 
     @property
     def spans(self) -> Spans: ...
 
 
 class ByteCounter(Protocol):
-    """Whoever puts gradients on the wire."""
+    """Counts the bytes of sent gradients."""
 
     @property
     def sent_bytes(self) -> float: ...
 
 
 class PhaseTimer:
-    """Stamps the phases of a step and hands finished steps to a recorder. Without one it does nothing."""
+    """Measures the phases of a step and passes finished steps to a recorder. Without one it does nothing."""
 
     def __init__(self, clock: Clock, recorder: Recorder | None) -> None:
         self.clock, self.recorder = clock, recorder
@@ -41,17 +41,17 @@ class PhaseTimer:
         self.backward: list[tuple[Stamp, Stamp]] = []
         self.save_s: float | None = None
         self.late, self.late_updates = self.waited, self.updates
-        """What the loop waits for from now on may still belong to the step that has just been handed over."""
+        """Waits from now on may still belong to the previous step."""
         self.waited, self.updates = [], []
         self._bytes = self.sender.sent_bytes if self.sender else 0.0
 
     def log(self, values: dict[str, Any], share: float) -> None:
-        """Values of the present step, from a worker with this share of its samples."""
+        """Add values of the present step, from a worker with this share of its samples."""
         for key, value in values.items():
             self.values.setdefault(key, []).append((share, value))
 
     def _fresh(self) -> None:
-        """Values from here on belong to a new step."""
+        """Start a new step's values."""
         if self._handed_over:
             self.values, self._handed_over = {}, False
 
@@ -75,28 +75,28 @@ class PhaseTimer:
             self.waited.append((self.backward[-1][1], self.clock.stamp()))
 
     def held_up(self, began: Stamp) -> None:
-        """The loop has waited for a parameter's update, which belongs to the step before."""
+        """The loop has waited for the update of a parameter, which belongs to the previous step."""
         if self.recorder:
             self.late.append((began, self.clock.stamp()))
 
     def updated(self, began: Stamp) -> None:
-        """Some parameters were updated, in a step that was handed over before."""
+        """Some parameters were updated, as part of the previous step."""
         if self.recorder:
             self.late_updates.append((began, self.clock.stamp()))
 
     def saved(self, held_up_s: float) -> None:
-        """A checkpoint was taken before the step that is about to begin."""
+        """A checkpoint was taken before the next step."""
         self.save_s = held_up_s
 
     def optimizer_began(self) -> None:
         self._fresh()
         if self.recorder:
             self.stepping = self.clock.stamp()
-            if not self.backward and self.forward:  # nobody to exchange with, so nobody saw backward end
+            if not self.backward and self.forward:  # a single worker: without an exchange, backward's end is unknown
                 self.backward.append((self.forward[-1], self.stepping))
 
     def step_ended(self, step: int, samples: int) -> None:
-        """The optimizer has stepped; the step's own values may still come, until the next one begins."""
+        """The optimizer has stepped. Values of this step are accepted until the next one begins."""
         if self.recorder is None:
             return
         ended = self.clock.stamp()

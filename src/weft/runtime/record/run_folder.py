@@ -1,4 +1,4 @@
-"""The run folder, the only interface between a run and whatever looks at it: what is in it, and what it says."""
+"""The run folder: the only interface between a run and the tools that evaluate it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _understood(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder} holds a run that cannot be understood: {error!r}") from None
+        raise UserError(f"{folder} holds a run that cannot be parsed: {error!r}; train again") from None
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -35,12 +35,12 @@ def typed(kind: Any, value: Any) -> Any:
 
 
 def model(folder: Path) -> list[Spec]:
-    """The parameters that train, in the model's order."""
+    """The trained parameters, in the model's order."""
     rows = read_json(folder, "model.json")
     try:
         return [Spec(typed(str, name), tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype in rows]
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{folder / 'model.json'} cannot be understood: {error}; give a folder of a run") from None
+        raise UserError(f"{folder / 'model.json'} cannot be parsed: {error}; give a run folder") from None
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -48,22 +48,22 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """A JSON file of a run folder, or an error that says what is wrong with the folder."""
+    """The content of a JSON file in a run folder. Raises UserError if it cannot be read."""
     try:
         return json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {name}, so it is not a run folder; give one that `weft train` made") from None
+        raise UserError(f"{folder} has no {name}, so it is not a run folder; give one made by `weft train`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / name} cannot be read: {error}") from None
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """One event per step, over all processes: the mean step time, other times of the slowest, values by samples."""
+    """One event per step over all processes: the mean step time, maxima of other times, values weighted by samples."""
     return list(stream(folder))
 
 
 def stream(folder: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other: of a long run no more is in memory than a step."""
+    """The same as an iterator, with only one step in memory."""
     read_json(folder, "environment.json")
     valid = _valid(folder)
     files = [_lines(file, valid) for file in sorted(folder.glob("events-*.jsonl"))]
@@ -77,7 +77,7 @@ def _step(event: dict[str, Any]) -> int:
 
 
 def _lines(file: Path, valid: Mapping[int, float]) -> Iterator[dict[str, Any]]:
-    """One process's events, each step once, without those that a later attempt has taken again or left behind."""
+    """The events of one process, each step once, without those that a later attempt repeated or discarded."""
     reached = -1
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -88,11 +88,11 @@ def _lines(file: Path, valid: Mapping[int, float]) -> Iterator[dict[str, Any]]:
                     yield event
                     reached = step
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                continue  # the last line of a process that was killed
+                continue  # the truncated last line of a killed process
 
 
 def _valid(folder: Path) -> dict[int, float]:
-    """By attempt, the step up to which it counts: a later attempt has started there."""
+    """By attempt: the last step that counts, which is the start of the next attempt."""
     starts: list[int] = []
     with suppress(OSError), (folder / "resumed.jsonl").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -111,7 +111,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if not values:
             joined[key] = None
         elif key == "step_s":
-            joined[key] = statistics.mean(values)  # who waits in one step is early in the next: the mean keeps the pace
+            joined[key] = statistics.mean(values)  # a process that waits in one step is early in the next
         elif key.endswith("_s"):
             joined[key] = max(values)
         elif key in ("wire_bytes", "samples"):
@@ -124,7 +124,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The run in one object, as `weft train --json` gives it; the first steps are warm-up and left out of times."""
+    """The run as one object, as in `weft train --json`; the first steps are warm-up and excluded from times."""
     environment = read_json(folder, "environment.json")
     series = {name: array("d") for name in ("step_s", "samples", "wire_bytes")}
     last: dict[str, Any] | None = None
@@ -133,7 +133,7 @@ def summary(folder: Path) -> dict[str, Any]:
             for name, values in series.items():
                 values.append(last[name])
     if last is None:
-        raise UserError(f"{folder} holds no step; the run ended before its first")
+        raise UserError(f"{folder} has no steps, because the run ended before its first; train again")
     with _understood(folder):
         row = _row(folder, environment, series, last)
     if (folder / "report.json").exists():
@@ -144,21 +144,21 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def servers(folder: Path) -> list[dict[str, Any]]:
-    """What each parameter server has seen (`tally`), if there were any."""
+    """The statistics of each parameter server (`server/statistics`), if there are any."""
     with _understood(folder):
         rows = [typed(dict, read_json(folder, file.name)) for file in folder.glob("server-*.json")]
         return sorted(rows, key=lambda row: typed(int, row["server"]))
 
 
 def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All servers' tallies in a few figures: how late gradients were, and who has waited most for whom."""
+    """The statistics of all servers in a few figures: staleness, and the longest wait between two workers."""
     late = Counter[int]()
     waits = Counter[tuple[int, int]]()
     for row in rows:
         for _, staleness, count in row["staleness"]:
             late[staleness] += count
         for who, on, seconds in row["waits"]:
-            waits[who, on] = max(waits[who, on], seconds)  # servers are waited for at the same time
+            waits[who, on] = max(waits[who, on], seconds)  # a worker waits for all servers at the same time
     most = max(waits, key=lambda pair: waits[pair], default=None)
     return {
         "staleness_mean": sum(k * n for k, n in late.items()) / late.total() if late else None,
@@ -170,7 +170,7 @@ def asynchrony(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_period(values: Sequence[float], period: int) -> list[float]:
-    """Means over whole periods, where steps differ by what is due in them."""
+    """Means over whole periods, for steps that differ within a period."""
     whole = len(values) // period
     return [statistics.mean(values[i * period : (i + 1) * period]) for i in range(whole)] or [statistics.mean(values)]
 

@@ -9,7 +9,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in spans that do not overlap."""
+    """The same time in intervals that do not overlap."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -20,7 +20,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(one: list[Span], other: list[Span]) -> float:
-    """How long both run."""
+    """The duration of the intersection of two sets of intervals."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
@@ -29,7 +29,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def perfetto(steps: list[tuple[int, dict[str, Any]]], process: int) -> dict[str, Any]:
-    """The traced steps in the format that ui.perfetto.dev and chrome://tracing open."""
+    """The traced steps in the format of ui.perfetto.dev and chrome://tracing."""
     rows = {"forward": 0, "backward": 0, "waited": 0, "optimizer": 0, "update": 0, "encode": 1, "decode": 1}
     events: list[dict[str, Any]] = []
 

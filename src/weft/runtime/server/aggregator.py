@@ -1,7 +1,7 @@
-"""A proxy: a server to its group of workers, and one worker to the servers that keep the model.
+"""An aggregator: a server to its group of workers, and a single worker to the shard servers.
 
-A bundle's gradients are summed up when the whole group has pushed them, and go on as one push; what comes back is
-handed to everyone in the group. Whatever else a worker asks is passed on. Neither workers nor servers know of proxies.
+It sums the gradients of a bundle once the whole group has pushed them, and forwards the sum as one push; the reply is
+sent to everyone in the group. Other requests are relayed. Neither workers nor servers know about aggregators.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Passing:
-    """A bundle, or the model's buffers, between the group and the servers."""
+    """The state of a bundle, or of the model's buffers, between the group and the servers."""
 
     parts: Sequence[Tensor]
     version: int = -1
-    """The step after which what is here is the model; -1: nothing has come yet."""
+    """The step after which the held values are the model; -1 if none have arrived yet."""
     pushed: dict[int, Request] = field(default_factory=dict)
     """By worker: its gradients of the present step."""
     waiting: dict[int, tuple[Request, int, int, float]] = field(default_factory=dict)
     about: bytes = b""
-    """What the servers say of this version."""
+    """The servers' header for this version."""
 
 
 @dataclass(frozen=True)
 class _Word:
-    """A worker's word of the step that it is at."""
+    """A worker's announcement of its present step."""
 
     step: int
     share: float
@@ -59,14 +59,14 @@ class _Word:
 
 @dataclass(frozen=True)
 class _Came:
-    """The servers' reply, about a bundle or for somebody who had asked."""
+    """A reply of the servers, for a bundle or for a relayed request."""
 
     reply: Pending
     of: int | Request
 
 
 class Aggregator:
-    """Serves a group of `workers` until they have left; `model` is memory for all parameters, flat, by name."""
+    """Serves a group of `workers` until they have left; `model` is flat memory for all parameters, by name."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Aggregator:
         self._kept = _Passing(buffers)
         self._begun: dict[int, _Word] = {}
         self._present: dict[bytes, int] = {}
-        """By process: the worker of the group that it is."""
+        """By process identity: its worker in the group."""
         self._left = 0
         self.over = threading.Event()
         """Set when every worker of the group has left."""
@@ -108,17 +108,17 @@ class Aggregator:
 
     @property
     def version(self) -> int:
-        """Steps of the first bundle."""
+        """The version of the first bundle."""
         return max(0, self.bundles[0].version)
 
     @property
     def complete(self) -> bool:
-        """Whether every worker of the group has come."""
+        """Whether every worker of the group has joined."""
         return len(self._present) + self._left == self.workers
 
     @property
     def attended(self) -> bool:
-        """Whether a worker is here."""
+        """Whether a worker is present."""
         return bool(self._present)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Aggregator:
     # --- in the serving thread --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        for number in range(len(self.bundles)):  # what training starts from, once somebody has said that
+        for number in range(len(self.bundles)):  # pull the initial model, which is sent once it is set
             self.upstream.ask_for(number, self.model, self._when(number))
         if self.buffers:
             self.upstream.ask_for_buffers(self.buffers, self._when(BUFFERS))
@@ -147,10 +147,10 @@ class Aggregator:
                 case Request():
                     try:
                         self._do(each)
-                    except Exception as error:  # whatever was asked, others are served
+                    except Exception as error:  # a bad request must not stop the service of others
                         log.warning("a request of %s cannot be served: %s", each.sender, error)
-                        with suppress(RuntimeError):  # it may have been answered before
-                            each.refuse(f"that cannot be served: {error}")
+                        with suppress(RuntimeError):  # the request may have been answered already
+                            each.refuse(f"the request cannot be served: {error}")
 
     def _when(self, of: int | Request) -> Callable[[Pending], None]:
         return lambda reply: self._inbox.put(_Came(reply, of))
@@ -185,7 +185,7 @@ class Aggregator:
                 self._present[request.identity] = worker
                 request.reply([memoryview(JOINED.pack(0, False, 0))])
             case Verb.SET | Verb.FETCH | Verb.TELL if request.identity not in self._present:
-                request.refuse(f"{request.sender} is not of this group, or not any more; start it again")
+                request.refuse(f"{request.sender} is not in this group, or was replaced; start it again")
             case Verb.SET | Verb.FETCH:
                 (number,) = BUNDLE.unpack(head)
                 self.upstream.relay(Verb(request.verb), number, request.parts, self._when(request))
@@ -198,12 +198,12 @@ class Aggregator:
                 if self._left == self.workers:
                     self.over.set()
             case _:
-                request.refuse(f"a proxy knows no request {request.verb}")
+                request.refuse(f"an aggregator does not support request {request.verb}")
 
     def _known(self, worker: int, request: Request) -> int:
-        """Who asks. Raises ValueError where it has not joined, or another process has since, in its place."""
+        """The sender's worker number. Raises ValueError if it has not joined, or another process has replaced it."""
         if self._present.get(request.identity) != worker:
-            raise ValueError(f"{request.sender} is not worker {worker} of this group, or not any more; start it again")
+            raise ValueError(f"{request.sender} is not worker {worker} of this group, or was replaced; start it again")
         return worker
 
     def _bundle(self, number: int) -> _Passing:
@@ -211,10 +211,10 @@ class Aggregator:
             raise ValueError(f"there is no bundle {number}")
         return self.bundles[number]
 
-    # --- there --------------------------------------------------------------------------------------------------------
+    # --- to the servers -----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Tell the servers of a step, once the whole group is at it."""
+        """Announce a step to the servers, once the whole group has announced it."""
         words = [self._begun[worker] for worker in sorted(self._begun)]
         if len(words) < self.workers or len({word.step for word in words}) > 1:
             return
@@ -228,7 +228,7 @@ class Aggregator:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
-        """A bundle's sum goes on, when everyone's gradients and everyone's word are there."""
+        """Forward the sum of a bundle, once all gradients and all announcements of the step have arrived."""
         passing = self.bundles[number]
         steps = {PUSH.unpack(push.parts[0])[2] for push in passing.pushed.values()}
         steps |= {word.step for word in self._begun.values()}
@@ -240,10 +240,10 @@ class Aggregator:
         ]
         self.upstream.forward(number, mean(rows, self.workers), steps.pop(), self.model, self._when(number))
 
-    # --- and back -----------------------------------------------------------------------------------------------------
+    # --- to the group -------------------------------------------------------------------------------------------------
 
     def _came(self, number: int, reply: Pending) -> None:
-        """The servers' model of this step is here."""
+        """The servers' model of this step has arrived."""
         passing = self._kept if number == BUFFERS else self.bundles[number]
         try:
             parts = reply.wait(0.0)

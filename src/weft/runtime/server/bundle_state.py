@@ -1,4 +1,4 @@
-"""A bundle as a server keeps it, and an optimizer of the job's own kind that steps it there."""
+"""A server's copy of a bundle, and an optimizer of the job's type that updates it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.runtime.server.protocol import Hyper
 
 @dataclass(frozen=True)
 class BundleState:
-    """A bundle as a server keeps it: tensors, what each is to a compressor, and what steps them in place."""
+    """A server's copy of a bundle: tensors, their specs for compressors, and the optimizer that updates them."""
 
     specs: Sequence[Spec]
     parts: Sequence[Tensor]
     optimizer: Optimizer | None
-    """None: nobody steps these."""
+    """None if these are not updated."""
     groups: Sequence[int] = (0,)
-    """Which of the job's groups of parameters its own groups are."""
+    """The numbers of the job's parameter groups that its own groups correspond to."""
 
     @property
     def nbytes(self) -> int:
@@ -40,10 +40,10 @@ class BundleState:
         if self.optimizer is not None:
             self.optimizer.step()
         for part in self.parts:
-            part.grad = None  # its memory is the messages'
+            part.grad = None  # the gradient is in the memory of a message
 
     def set_numbers(self, hyper: Hyper) -> None:
-        """The hyper-parameters of the step that is about to be taken."""
+        """Set the hyperparameters of the next step."""
         if self.optimizer is None:
             return
         for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -51,7 +51,7 @@ class BundleState:
             group.update({name: _like(group[name], value) for name, value in known.items()})
 
     def state(self) -> list[Any]:
-        """What the optimizer remembers of each part."""
+        """The optimizer's state for each part."""
         return [dict(self.optimizer.state.get(part, {})) if self.optimizer else {} for part in self.parts]
 
     def set(self, values: Sequence[Tensor], state: Sequence[dict[str, Any]]) -> None:
@@ -64,7 +64,7 @@ class BundleState:
 def part_optimizer(
     optimizer: Optimizer, parts: Mapping[Tensor, Sequence[Tensor]]
 ) -> tuple[Optimizer | None, list[int]]:
-    """An optimizer of the same kind, with the same options, for parts of some parameters; and its groups' numbers."""
+    """An optimizer of the same type and options for parts of some parameters; and the numbers of its groups."""
     groups, numbers = [], []
     for number, group in enumerate(optimizer.param_groups):
         own = [part for param in group["params"] for part in parts.get(param, ())]
@@ -79,11 +79,11 @@ def part_optimizer(
 
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that say how a step is computed, and not what: each process has its own."""
+"""Options of the implementation rather than the algorithm: each process has its own."""
 
 
 def hyper(optimizer: Optimizer) -> Hyper:
-    """The options of each group, which a schedule may change from step to step, as JSON has them."""
+    """The options of each group, which a scheduler may change from step to step, as JSON values."""
     wanted = optimizer.defaults.keys() - _HOW
     return [
         {name: _plain(name, value) for name, value in group.items() if name in wanted}
@@ -92,7 +92,7 @@ def hyper(optimizer: Optimizer) -> Hyper:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A number, however the loop has it, as Python's own; tuples become lists."""
+    """A number of any type as a Python number; tuples become lists."""
     if value is None or type(value) in (float, int, bool, str):
         return value
     if isinstance(value, tuple | list):
@@ -102,13 +102,13 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise LoopError(
-        f"the optimizer's {name} is a {type(value).__name__}, which cannot be sent to servers; give a number, or use "
-        "another topology, such as direct"
+        f"The optimizer's {name} is a {type(value).__name__}, which cannot be sent to servers. Use a number, or "
+        "another topology, such as direct."
     )
 
 
 def _like(old: Any, new: Any) -> Any:
-    """An option as the optimizer had it: tensors stay tensors, tuples tuples."""
+    """Convert an option to the optimizer's own type: tensors stay tensors, tuples stay tuples."""
     if isinstance(new, list):
         olds = old if isinstance(old, tuple | list) and len(old) == len(new) else [None] * len(new)
         return tuple(_like(each, value) for each, value in zip(olds, new, strict=True))

@@ -1,4 +1,4 @@
-"""A worker's side of parameter servers: gradients out, bundle by bundle, and the model back in."""
+"""The worker's side of the protocol: push gradients by bundle, and pull the model."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _LOOK_S = 0.5
 
 @dataclass
 class BundleRoute:
-    """A bundle on its way, between this worker and the server that keeps it."""
+    """The route of a bundle between this worker and the server that keeps it."""
 
     server: int
     number: int
     bundle: Bundle
     place: int
-    """Its number among all."""
+    """Its index among all bundles."""
     came: set[str] = field(default_factory=set)
     asked: bool = False
-    """Whether what the next `pull` asks for is on its way already."""
+    """Whether the request of the next `pull` has been sent already."""
     about: bytearray = field(default_factory=lambda: bytearray(PULLED.size))
-    """What its server said of the values that this worker has."""
+    """The header of the values that this worker holds, as its server sent it."""
     there: float = 0.0
-    """When its server had got the last push."""
+    """When its server had received the last push."""
 
     @property
     def version(self) -> int:
@@ -65,45 +65,45 @@ class BundleRoute:
 
     @property
     def slowest(self) -> int:
-        """The clock of the slowest worker by then."""
+        """The clock of the slowest worker in that header."""
         return int(PULLED.unpack(self.about)[1])
 
 
 @dataclass(frozen=True)
 class PulledModel:
-    """The model on its way: for each parameter what must have come before it is there."""
+    """A pull in progress: for each parameter, the replies that complete it."""
 
     replies: Mapping[str, Sequence[Pending]]
     first: bytearray
-    """What the first server says about its first bundle."""
+    """The header of the first bundle."""
     buffers: Pending | None
     clients: Sequence[Client]
 
     def wait_for(self, name: str, timeout_s: float) -> bool:
-        """Until a parameter is in place. Returns whether it was not there yet."""
+        """Wait until a parameter is in place. Returns whether it was pending."""
         early = [wait_for(each, self.clients, timeout_s) for each in self.replies[name]]
         return any(early)
 
     def wait_for_buffers(self, timeout_s: float) -> None:
-        """Until the model's buffers are in place, where there are some."""
+        """Wait until the model's buffers are in place, if there are any."""
         if self.buffers is not None:
             wait_for(self.buffers, self.clients, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Until all of it is in place."""
+        """Wait until the whole model is in place."""
         for name in self.replies:
             self.wait_for(name, timeout_s)
         self.wait_for_buffers(timeout_s)
 
     @property
     def leaving(self) -> bool:
-        """Whether the run was asked to leave at this version."""
+        """Whether the run was asked to terminate at this version."""
         return bool(PULLED.unpack(self.first)[2])
 
 
 def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> bool:
-    """Until a reply is there; returns whether it was not there yet. Whichever server is lost, nobody waits for the
-    others in vain."""
+    """Wait for a reply; returns whether it was pending. Fails as soon as any server is lost, since the others would
+    never reply."""
     early, until = not reply.done(0.0), time.monotonic() + timeout_s
     while not reply.done(_LOOK_S) and time.monotonic() < until:
         for client in clients:
@@ -113,10 +113,10 @@ def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> boo
 
 
 class ServerClient:
-    """All servers of a run, asked by one worker. `bundles` says, server by server, what it keeps.
+    """Connects one worker to all servers of a run. `bundles` lists, by server, the bundles that it keeps.
 
-    `urgent`: what the next forward needs first goes first, both ways. `near` is the server on this worker's own host,
-    `rank` its number among all, where it has another with these servers.
+    `urgent`: parameters that the next forward needs first have priority, both ways. `near` is the server on this
+    worker's own host. `rank` is the worker's global rank, if its number with these servers differs.
     """
 
     def __init__(
@@ -148,23 +148,23 @@ class ServerClient:
         self._model: Mapping[str, Tensor] = {}
         self._grads: dict[str, Tensor | None] = {}
         self._order: dict[str, int] = {}
-        """When backward finishes each parameter: the later, the sooner forward needs it."""
+        """The position of each parameter in backward: the later it is finished, the sooner forward needs it."""
         self.state: State = {}
-        """What the compressor remembers, by range."""
+        """The compressor's state, by range."""
         self.steps = 0
-        """Taken since joining."""
+        """Steps taken since joining."""
         self.spans = Spans()
-        """Of the step that was begun last: each bundle's way there, until its server has it, and its way back."""
+        """Of the present step: each bundle's push, until its server has received it, and its pull."""
         self.sent_bytes = 0.0
-        """To other hosts."""
+        """Bytes sent to other hosts."""
         self._pushed: list[Pending] = []
         self._replies: dict[str, list[Pending]] = {}
         self._tellings = itertools.count()
 
-    # --- coming and going -------------------------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------------------------------
 
     def join(self, timeout_s: float) -> tuple[int, bool]:
-        """Take part. Returns the step that the servers have this worker at, and whether they have a model."""
+        """Join the run. Returns this worker's step at the servers, and whether they have a model."""
         asked = [client.ask(Verb.JOIN, [memoryview(WHO.pack(self.worker))], once=True) for client in self.clients]
         told = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
         self._tellings = itertools.count(told[0][2])
@@ -173,7 +173,7 @@ class ServerClient:
     def start(
         self, model: Mapping[str, Tensor], state: Mapping[str, Any], buffers: Sequence[Tensor], timeout_s: float
     ) -> None:
-        """What training starts from: flat values, and what the optimizer remembers of each parameter."""
+        """Set the initial state: flat values, and the optimizer's state of each parameter."""
         asked = []
         if buffers:
             blob = memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))
@@ -188,7 +188,7 @@ class ServerClient:
             each.wait(timeout_s)
 
     def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
-        """What the servers' optimizers remember, by parameter."""
+        """The state of the servers' optimizers, by parameter."""
         asked = [
             (route, self.clients[route.server].ask(Verb.FETCH, [memoryview(BUNDLE.pack(route.number))]))
             for route in self.routes
@@ -200,35 +200,35 @@ class ServerClient:
         return {name: joined_state(each, self.specs[name]) for name, each in pieces.items()}
 
     def tell(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Everyone's values, by worker; None for those who are gone."""
+        """Gather values by worker; None for workers that are gone. A collective call."""
         head = memoryview(TELL.pack(self.rank, next(self._tellings)))
         asked = self.clients[0].ask(Verb.TELL, [head, memoryview(json.dumps(list(values)).encode())], once=True)
         found: list[Any] = json.loads(bytes(asked.wait(timeout_s)[0]))
         return found
 
     def leave(self, timeout_s: float) -> None:
-        """This worker has all it needs."""
+        """Leave the run: this worker needs nothing more."""
         who = memoryview(WHO.pack(self.worker))
         for asked in [client.ask(Verb.LEAVE, [who], once=True) for client in self.clients]:
             asked.wait(timeout_s)
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for client in self.clients:
             client.close()
 
     def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Memory for what comes while the model is still needed."""
+        """Memory for values that arrive while the model is still in use."""
         return {name: torch.empty_like(flat) for name, flat in model.items()}
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
-        """Send a gradient, flat and already multiplied by this worker's share, with those that travel with it.
+        """Push a gradient, flat and already multiplied by this worker's share, once its bundle is complete.
 
-        It must not change until the model of the next step is there. None: there is no gradient. `into`: have what it
-        becomes brought there at once, instead of with `pull`.
+        It must not change until the model of the next step has arrived. None: there is no gradient. `into`: pull the
+        updated values into this memory at once, instead of with `pull`.
         """
         self._grads[name] = grad
         self._order.setdefault(name, len(self._order))
@@ -271,8 +271,8 @@ class ServerClient:
         into: Mapping[str, Tensor],
         then: Callable[[Pending], None],
     ) -> None:
-        """Send a bundle's gradients as they are, and have what they become brought there; numbers go on from server to
-        server."""
+        """Push the gradients of a bundle uncompressed, and pull the result. `number` counts bundles across all
+        servers."""
         route = self.routes[number]
         for part in route.bundle:
             self._order.setdefault(part.name, len(self._order))
@@ -280,13 +280,13 @@ class ServerClient:
         self.ask_for(number, into, then)
 
     def ask_for(self, number: int, into: Mapping[str, Tensor], then: Callable[[Pending], None]) -> None:
-        """Have one bundle brought there, as it is after this step."""
+        """Pull one bundle as of this step."""
         self._ask_for(self.routes[number], into, then)
 
     def relay(
         self, verb: Verb, number: int | None, parts: Sequence[memoryview], then: Callable[[Pending], None]
     ) -> None:
-        """Ask for somebody else: about a bundle, or None: whatever the first server is asked."""
+        """Relay a request about a bundle to its server; None: to the first server."""
         client = self.clients[0]
         if number is not None and number != BUFFERS:
             route = self.routes[number]
@@ -294,7 +294,7 @@ class ServerClient:
         client.ask(verb, parts, once=verb is not Verb.FETCH, then=then)
 
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
-        """What goes to the server: the gradient itself, or what a compressor says about it."""
+        """The tensors that are sent to the server: the gradient itself, or the compressor's payload."""
         if self.compression.raw:
             return [grad]
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
@@ -304,14 +304,14 @@ class ServerClient:
         if not all_finite(piece.mean):
             for kept in self.state.get(piece.spec.name, {}).values():
                 kept.nan_to_num_(0.0, 0.0, 0.0)
-            what = f"{self.compression} makes values that are not finite of the gradient of {part.name}"
+            what = f"{self.compression} makes NaN or infinite values of the gradient of {part.name}"
             raise LoopError(
-                f"{what}, at step {step + 1}; use another one, such as cast(dtype=bf16), or scale the loss down"
+                f"{what} at step {step + 1}. Use another compressor, such as cast(dtype=bf16), or scale the loss down."
             )
         return words
 
     def _urgency(self, route: BundleRoute) -> int:
-        """Lower goes first: what backward finishes last."""
+        """Priority, lowest first: parameters that backward finishes last."""
         return -max(self._order.get(part.name, 0) for part in route.bundle) if self.urgent else 0
 
     def begin(
@@ -323,7 +323,7 @@ class ServerClient:
         *,
         leave: bool = False,
     ) -> None:
-        """Gradients of a step will come, to be used with these numbers and, by worker 0, these buffers."""
+        """Announce the gradients of a step, with its hyperparameters and, from worker 0, its buffers."""
         head = memoryview(BEGIN.pack(self.worker, step, share, leave))
         numbers = memoryview(json.dumps(hyper).encode())
         blob = [memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))] if buffers else []
@@ -335,7 +335,7 @@ class ServerClient:
         self.spans = Spans()
 
     def pushed(self, timeout_s: float) -> None:
-        """Until all gradients of the last step that was begun have arrived; before that, no other may begin."""
+        """Wait until all gradients of the last announced step have arrived; the next step must not begin earlier."""
         for each in self._pushed:
             each.wait(timeout_s)
 
@@ -355,14 +355,14 @@ class ServerClient:
             self._replies.setdefault(name, []).append(asked)
 
     def ask_for_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
-        """Have the model's buffers brought there, as they are after this step."""
+        """Pull the model's buffers as of this step."""
         head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
         into = [raw(buffer) for buffer in buffers]
         return self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE, then=then)
 
     def pull(self, model: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()) -> PulledModel:
-        """Ask for what was not asked for yet: it comes into the memory of these flat tensors once this worker may go
-        on."""
+        """Pull every bundle that was not requested yet, into these flat tensors; replies arrive once this worker may
+        start its next step."""
         self._model = model
         for route in self.routes:
             if not route.asked:
@@ -375,7 +375,7 @@ class ServerClient:
     def watch(
         self, route: BundleRoute, about: bytearray, into: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()
     ) -> Pending:
-        """A standing request for what comes after what this worker has of a bundle. Buffers come with the first."""
+        """Subscribe to the next values of a bundle beyond those that this worker has; the first includes buffers."""
         room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in route.bundle)]
         if route is self.routes[0]:
             room += map(raw, buffers)
@@ -383,11 +383,11 @@ class ServerClient:
         return self.clients[route.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
 
 
-# --- an optimizer's state, where a parameter is kept in pieces --------------------------------------------------------
+# --- optimizer state of a parameter that is cut -----------------------------------------------------------------------
 
 
 def cut_state(state: Mapping[str, Any], part: Range, spec: Spec) -> dict[str, Any]:
-    """A range's share of what is remembered about a parameter: tensors of its shape are cut, all else is alike."""
+    """A range's part of a parameter's state: tensors of its shape are cut, other values are copied."""
     if part.numel == spec.numel:
         return dict(state)
     alike = torch.Size(spec.shape)
@@ -398,7 +398,7 @@ def cut_state(state: Mapping[str, Any], part: Range, spec: Spec) -> dict[str, An
 
 
 def joined_state(pieces: Sequence[tuple[Range, dict[str, Any]]], spec: Spec) -> dict[str, Any]:
-    """The opposite."""
+    """The inverse of `cut_state`."""
     ordered = sorted(pieces, key=lambda piece: piece[0].start)
     first_range, first = ordered[0]
     if len(ordered) == 1:

@@ -1,8 +1,8 @@
-"""How compressed gradients reach a server: a push is an exchange of one worker with nobody, and the server hears it.
+"""Compressed pushes: the worker runs an exchange alone, and the server replays it.
 
-The worker runs its compressor's exchange alone; whatever that says to everyone goes to the server. There the same
-exchange runs once more, on a gradient of zeros, and is told the worker's words in the place of its own: what it makes
-of them is what was sent. So every compressor can be opened by a server, without a second description of its payload.
+The worker runs its compressor's exchange as the only participant, and pushes the payloads. The server runs the same
+exchange on a gradient of zeros, with the worker's payloads in place of its own; the resulting mean is the decoded
+gradient. A server thus decodes every compressor, without a second description of its payload.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weft.runtime.checks.finite import all_finite
 
 
 def encode_push(compression: Compressor, piece: Piece, state: State, ctx: Context) -> list[Tensor]:
-    """What a worker says to everyone about one gradient; `piece.mean` becomes what that comes to.
+    """The payloads of one gradient; `piece.mean` becomes their decoded value.
 
-    Raises LoopError where what a finite gradient comes to is not finite; nothing of that stays in `state`.
+    Raises LoopError if the decoded value of a finite gradient is not finite; `state` then keeps no such value.
     """
     words: list[Tensor] = []
 
@@ -36,17 +36,16 @@ def encode_push(compression: Compressor, piece: Piece, state: State, ctx: Contex
         for kept in state.get(piece.spec.name, {}).values():
             kept.nan_to_num_(0.0, 0.0, 0.0)
         raise LoopError(
-            f"{compression} makes values that are not finite of the gradient of {piece.spec.name}, at step "
-            f"{ctx.step + 1}: use cast(dtype=bf16), which has the range of float32, clip gradients, or lower the "
-            "learning rate"
+            f"{compression} makes NaN or infinite values of the gradient of {piece.spec.name} at step {ctx.step + 1}. "
+            "Use cast(dtype=bf16), which has the range of float32, clip gradients, or lower the learning rate."
         )
     return words
 
 
 def decode_push(compression: Compressor, words: Iterable[memoryview], piece: Piece, ctx: Context) -> None:
-    """Make `piece.mean` of what a worker said: the bytes of its tensors, in the order in which it said them.
+    """Decode the payloads of a worker, the bytes of its tensors in the order of its exchange, into `piece.mean`.
 
-    Raises PayloadError for words that its compressor cannot have said; `piece.mean` is then of no use.
+    Raises PayloadError if the compressor cannot have made these payloads; `piece.mean` is then undefined.
     """
     given = iter(words)
 
@@ -70,7 +69,9 @@ def _drive(flow: Flow[State], answer: Any) -> None:
         except StopIteration:
             return
         if not isinstance(op, Collective):
-            raise LoopError(f"a compressor asked for {type(op).__name__}, which a server cannot give")
+            raise LoopError(
+                f"A compressor yielded {type(op).__name__}, which a server cannot perform. Use Sum, All or Scatter."
+            )
         result = answer(op)
 
 
@@ -86,12 +87,12 @@ def _payload(op: Collective) -> Payload:
 
 
 def _alone(op: Collective, payload: Payload) -> Any:
-    """What everyone's words come to where there is one."""
+    """The result of a collective with one participant."""
     return payload[0] if isinstance(op, Sum) else [payload]
 
 
 def _tensor(data: memoryview, like: Tensor) -> Tensor:
-    """Bytes as a tensor of that kind and shape."""
+    """Bytes as a tensor of this dtype and shape."""
     if len(data) != like.nbytes:
         raise PayloadError(f"a part of a push has {len(data)} bytes where its compressor needs {like.nbytes}")
     if not len(data):

@@ -1,8 +1,8 @@
-"""Servers, asked by a worker whose model is on a GPU: everything passes through pinned memory, beside computing.
+"""The server client of a worker with a model on a GPU: transfers go through pinned memory, parallel to compute.
 
-A gradient is copied to the host on a stream of its own as soon as backward has finished it; a thread waits for the copy
-and pushes it. What comes back is copied to the GPU in the loop's own stream, in which forward will read it. So the loop
-waits for messages, as on a CPU, and never for a copy.
+A gradient is copied to the host on a separate stream as soon as backward has finished it; a thread waits for the copy
+and pushes it. Pulled values are copied to the GPU on the loop's own stream, on which forward reads them. The loop thus
+waits for messages, as on a CPU, but never for a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.threads import start_serial_thread
 
 @dataclass
 class GpuPull:
-    """The model on its way, into pinned memory and on to the GPU, once: what has landed may have gone on since."""
+    """A pull in progress, into pinned memory and on to the GPU; each value is copied once."""
 
     pulled: PulledModel
     owner: GpuServerClient
@@ -36,7 +36,7 @@ class GpuPull:
         self._buffers_above = bool(self.buffers)
 
     def wait_for(self, name: str, timeout_s: float) -> bool:
-        """Until whatever comes next in this stream finds a parameter in place. Returns whether it had not come yet."""
+        """Make the current stream wait until a parameter is in place. Returns whether it was pending."""
         early = self.pulled.wait_for(name, timeout_s)
         if name in self._above:
             self._above.remove(name)
@@ -51,7 +51,7 @@ class GpuPull:
             self.owner.land_buffers(self.buffers)
 
     def wait(self, timeout_s: float) -> None:
-        """The same for all of it."""
+        """The same for the whole model."""
         for name in self.pulled.replies:
             self.wait_for(name, timeout_s)
         self.wait_for_buffers(timeout_s)
@@ -62,7 +62,7 @@ class GpuPull:
 
 
 class GpuServerClient:
-    """What `ServerClient` is, for the flat parameters of a model on a GPU."""
+    """The counterpart of `ServerClient` for the flat parameters of a model on a GPU."""
 
     def __init__(
         self, inner: ServerClient, model: Mapping[str, Tensor], buffers: Sequence[Tensor], timeout_s: float
@@ -77,7 +77,7 @@ class GpuServerClient:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         start_serial_thread(self._do, "weft-pinned")
 
-    # --- as Servers -------------------------------------------------------------------------------------------------
+    # --- the interface of ServerClient ------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -89,7 +89,7 @@ class GpuServerClient:
 
     @property
     def spans(self) -> Spans:
-        """Nothing: what is stamped there is the host's time, and everything else here the GPU's."""
+        """Empty: these spans have host timestamps, and all others here GPU timestamps."""
         return Spans()
 
     @property
@@ -97,7 +97,7 @@ class GpuServerClient:
         return self.inner.sent_bytes
 
     def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What comes early waits in pinned memory, not on the GPU."""
+        """Values that arrive early wait in pinned memory, not on the GPU."""
         return model
 
     def join(self, timeout_s: float) -> tuple[int, bool]:
@@ -121,21 +121,21 @@ class GpuServerClient:
         *,
         leave: bool = False,
     ) -> None:
-        """Gradients of a step will come; those of the step before have left their memory by then."""
+        """Announce the gradients of a step, once those of the previous step have been sent."""
         self._settle()
         self.inner.pushed(self._timeout_s)
         said = [(room, buffer) for room, buffer in zip(self._buffers, buffers, strict=False)]
         copied = self._copied(said)
 
         def begin() -> None:
-            self._landed.synchronize()  # what comes back may be written now
+            self._landed.synchronize()  # now replies may overwrite the pinned memory
             copied.synchronize()
             self.inner.begin(step, share, hyper, [room for room, _ in said], leave=leave)
 
         self._work.put(begin)
 
     def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
-        """Send a gradient, once it is on the host."""
+        """Push a gradient, once it is on the host."""
         room = self._grads[name] if grad is not None else None
         copied = self._copied([(room, grad)] if room is not None and grad is not None else [])
 
@@ -173,7 +173,7 @@ class GpuServerClient:
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def _copied(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Copy to the host what the present stream has been told to compute; the event comes when that is done."""
+        """Copy results of the current stream to the host; the event is recorded after the copies."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for room, values in pairs:
@@ -184,7 +184,7 @@ class GpuServerClient:
         return copied
 
     def land(self, name: str) -> None:
-        """Copy a parameter to the GPU, before whatever the present stream is told next."""
+        """Copy a parameter to the GPU, ahead of later work on the current stream."""
         self._model[name].copy_(self._values[name], non_blocking=True)
         self._landed.record()
 
@@ -200,13 +200,13 @@ class GpuServerClient:
             try:
                 if self._error is None:
                     work()
-            except Exception as error:  # told to the loop, in its own thread
+            except Exception as error:  # re-raised in the loop's thread
                 self._error = error
             finally:
                 self._work.task_done()
 
     def _settle(self) -> None:
-        """Until everything that was handed over has left."""
+        """Wait until all queued work is done."""
         self._work.join()
         if self._error is not None:
             raise self._error

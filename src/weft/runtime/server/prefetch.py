@@ -1,8 +1,8 @@
-"""A worker among eager servers: what is new comes by itself while it computes [Dai et al. 2015].
+"""Prefetching from eager servers: new versions arrive while the worker computes [Dai et al. 2015].
 
-It leaves a standing request for each bundle, which the server answers as soon as the slowest worker's clock is beyond
-what this one has: once a clock, and not once an update. What comes lies beside the parameters until `step` moves it
-there; `step` waits only where the synchrony would not let the worker go on with what it has.
+The worker keeps a subscription for each bundle, which the server answers as soon as the slowest worker's clock is
+beyond the worker's own values: once per clock, not once per update. Values arrive in separate memory, and `step` copies
+them to the parameters; it waits only if the synchrony requires newer values than the worker has.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weft.transport.messaging import Pending
 
 
 def may_go_on(synchrony: Synchrony, clock: int, slowest: int) -> bool:
-    """Whether a worker of this clock may go on with values that came when the slowest had finished so many steps."""
+    """Whether a worker with this clock may start its next step with values from the slowest worker's clock."""
     return synchrony.may_start(0, View(clocks=(clock, slowest)))
 
 
 @dataclass
 class _Standing:
-    """What was asked for of one bundle, and what its server will say about it."""
+    """The subscription to one bundle, and the header of its reply."""
 
     route: BundleRoute
     about: bytearray
@@ -35,7 +35,7 @@ class _Standing:
 
 
 class Prefetcher:
-    """One worker's standing requests, and the memory that they come to. The tensors of `model` are flat."""
+    """The subscriptions of one worker, and the memory of their replies. The tensors of `model` are flat."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class Prefetcher:
         self._coming = {name: torch.empty_like(flat) for name, flat in model.items()}
         self._coming_buffers = [torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in slots.tensors]
         self._kept = [buffer.clone() for buffer in slots.tensors]
-        """Worker 0's buffers, as far as they are known here."""
+        """Worker 0's buffers, in the latest version that has arrived."""
         self._standing: list[_Standing] = []
         self._stepped = False
 
     def start(self) -> None:
-        """The model has been read; from here on what is new comes by itself."""
+        """Subscribe to all bundles, once the model has been pulled."""
         self._keep(self._slots.tensors)
         self._standing = [self._ask(route) for route in self.client.routes]
 
     def begin(self, buffers: Sequence[Tensor]) -> None:
-        """A step's gradients will be pushed; by then those of the step before have arrived, and their memory is free.
+        """Begin a step. The pushes of the previous step have arrived by then, and their memory is free.
 
-        `buffers` are the model's, where they are this worker's.
+        `buffers` are the model's, if this worker provides them.
         """
         self._stepped = False
         self.client.pushed(self.timeout_s)
@@ -70,7 +70,7 @@ class Prefetcher:
             self._keep(buffers)
 
     def step(self) -> None:
-        """Take what has come, and wait for what this worker may not go on without."""
+        """Apply all arrived values, and wait for those that the synchrony requires."""
         for number, each in enumerate(self._standing):
             route = each.route
             while each.reply.done(0.0) or not may_go_on(self.synchrony, self.client.steps, route.slowest):
@@ -82,7 +82,7 @@ class Prefetcher:
         self._stepped = True
 
     def refresh(self) -> None:
-        """After a step: have the model with this worker's own updates in it."""
+        """After a step: pull the model with this worker's own updates in it."""
         if self._stepped:
             self._stepped = False
             self.client.pull(self.model, self._slots.tensors).wait(self.timeout_s)
@@ -94,7 +94,7 @@ class Prefetcher:
 
     def _take(self, came: _Standing) -> None:
         route = came.route
-        if PULLED.unpack(came.about) <= PULLED.unpack(route.about):  # `refresh` has brought newer values
+        if PULLED.unpack(came.about) <= PULLED.unpack(route.about):  # `refresh` has pulled newer values
             return
         for part in route.bundle:
             here = slice(part.start, part.stop)

@@ -1,9 +1,9 @@
-"""A server's part of a run: the job's own script builds model and optimizer, and `distribute` serves them.
+"""A server process: the job's own script builds model and optimizer, and `distribute` serves them.
 
-    run = weft.init()                                      this is a ServerRun, in a process that carries no worker
+    run = weft.init()                                      a ServerRun, in a process without a worker
     model, optimizer = run.distribute(model, optimizer)    never returns: it serves until every worker has left
 
-So a server's optimizer is whatever the job has, with nothing sent but numbers. The workers' side is in `served`.
+The server's optimizer is thus the job's own, and only numbers are sent. The workers' side is `modes/parameter_server`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _RENDEZVOUS_RETRY_S = 10.0
 _ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 _ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
 _ELEMENTWISE |= {torch.optim.Rprop, torch.optim.ASGD}
-"""Optimizers that treat every value by itself, so that a parameter may be cut."""
+"""Optimizers that update every value independently, so that a parameter may be cut."""
 _BY_PARAMETER = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 _BY_PARAMETER |= {Lamb, Lars}
 
 
 def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Bundle]]:
-    """Which server keeps what. Parameters stay whole where the optimizer or the compressor looks at all of one."""
+    """The bundles of each server. Parameters are not cut if the optimizer or the compressor needs whole ones."""
     specs = trained(model)
     alone = not strategy.compression.raw
     least, most = strategy.schedule.key_bytes
@@ -64,7 +64,7 @@ def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers:
     found = shards(specs, servers, whole=whole)
     if not all(found):
         raise UserError(
-            f"{servers} servers, but only {sum(map(bool, found))} of them would have anything to keep; use fewer"
+            f"{servers} servers, but only {sum(map(bool, found))} of them would keep any parameters; use fewer servers"
         )
     return [bundles(each, specs, least=least, most=None if whole else most, alone=alone) for each in found]
 
@@ -74,25 +74,25 @@ def trained(model: nn.Module) -> list[Spec]:
 
 
 def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """What servers cannot train yet, or could train wrong."""
+    """Raise UserError for a model or optimizer that servers cannot train, or could train wrong."""
     if type(optimizer) not in _ELEMENTWISE | _BY_PARAMETER:
         raise UserError(
-            f"{type(optimizer).__name__} may look at several parameters at once, which servers step one by one; use "
+            f"{type(optimizer).__name__} may use several parameters at once, but servers update them one by one; use "
             "another optimizer, or another topology, such as direct"
         )
     if len({p.device for p in model.parameters()}) > 1:
-        raise UserError("servers train models that are on one device; move all of it to run.device, or use direct")
+        raise UserError("servers train models on a single device; move the whole model to run.device, or use direct")
     if not world.key_file:
         raise UserError(
             f"{socket.gethostname()} has no key for its messages to servers; start the job with `weft train`, or make "
-            "one with `weft key FILE` and set WEFT_KEY_FILE to it on every machine"
+            "a key with `weft key FILE` and set WEFT_KEY_FILE to it on every machine"
         )
 
 
 def reach(
     model: nn.Module, optimizer: Optimizer, *, strategy: Strategy, world: World, rank: int, seed: int, timeout_s: float
 ) -> ServerClient:
-    """Whom a worker asks: the servers that keep the model, or the proxy of its group."""
+    """Connect a worker to its servers: those that keep the model, or the aggregator of its group."""
     topology, bundled = (
         strategy.server_topology,
         divided(model, optimizer, strategy, strategy.server_topology.num_shards(world.workers)),
@@ -117,7 +117,7 @@ def reach(
 def call(
     servers: Iterable[int], who: str, model: nn.Module, topology: Topology, world: World, timeout_s: float
 ) -> list[Client]:
-    """Links to some servers, as soon as they are there."""
+    """Connect to some servers, as soon as they listen."""
     key, encrypted = Key.read(Path(world.key_file)), world.encrypts(topology)
     most = 16 * max(p.numel() * p.element_size() for p in model.parameters()) + (1 << 26)
     return [
@@ -129,7 +129,7 @@ def call(
 
 
 class ServerRun:
-    """What `weft.init()` gives a process that is a server: as much of a run as a script sees before `distribute`."""
+    """The run of a server process, returned by `weft.init()`: the attributes that a script uses before `distribute`."""
 
     def __init__(self, *, world: World, strategy: Strategy, steps: int | None, seed: int) -> None:
         self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
@@ -143,9 +143,9 @@ class ServerRun:
     def distribute(
         self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
     ) -> NoReturn:
-        """Serve until every worker has left, and leave."""
+        """Serve until every worker has left, then exit."""
         refuse(model, optimizer, self.world)
-        assert self.world.server is not None, "a server's process"
+        assert self.world.server is not None, "only in a server process"
         keep_memory()
         index = self.world.server
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
@@ -170,7 +170,7 @@ class ServerRun:
 
     @contextmanager
     def _announced(self, index: int, server: ShardService | Aggregator) -> Iterator[Callable[[], None]]:
-        """Say where this server listens. Gives a check that fails if the launcher ends before every worker has come."""
+        """Announce this server's address. Yields a check that fails if the launcher ends before all workers joined."""
         self.world.announce(index, server.address)
         if not self.world.rendezvous:
             yield lambda: None
@@ -182,14 +182,14 @@ class ServerRun:
                     rendezvous.check()
                 except PeerLost as error:
                     if not server.complete:
-                        raise PeerLost(f"the run ended before every worker had come: {error}") from None
+                        raise PeerLost(f"the run ended before every worker had joined: {error}") from None
 
             yield check
 
     def _shard_server(
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
     ) -> ShardService:
-        """A server that keeps a share of the model."""
+        """A server that keeps a shard of the model."""
         topology = self.strategy.server_topology
         mine = divided(model, optimizer, self.strategy, topology.num_shards(self.workers))[index]
         return ShardService(
@@ -210,13 +210,13 @@ class ServerRun:
     def _aggregator(
         self, index: int, model: nn.Module, optimizer: Optimizer, lost: Callable[[Loss], None]
     ) -> Aggregator:
-        """A server that stands between its group and those."""
+        """A server between its group of workers and the shard servers."""
         topology, strategy = self.strategy.server_topology, self.strategy
         num_shards = topology.num_shards(self.workers)
         team = topology.worker_groups(self.workers)[index - num_shards]
         upstream = ServerClient(
             index - num_shards,
-            call(range(num_shards), f"the proxy of worker {team[0]}", model, topology, self.world, _MEET_S),
+            call(range(num_shards), f"the aggregator of worker {team[0]}", model, topology, self.world, _MEET_S),
             divided(model, optimizer, strategy, num_shards),
             {spec.name: spec for spec in trained(model)},
             strategy.compression,
@@ -237,20 +237,20 @@ class ServerRun:
         )
 
     def _lost(self, loss: Loss) -> None:
-        what = f"{loss.name} went away ({loss.reason})"
+        what = f"{loss.name} was lost ({loss.reason})"
         if self.strategy.synchrony.lockstep or self.strategy.server_topology.worker_groups(self.workers):
             raise PeerLost(what)
-        log.error("%s; the others go on", what)
+        log.error("%s; the others continue", what)
 
     def close(self, *, well: bool = True) -> None:
-        """A server leaves nothing behind."""
+        """Does nothing: a server has nothing to close."""
 
     def __getattr__(self, name: str) -> Any:
-        raise LoopError(f"run.{name} was used before run.distribute(), which servers do not come past; move it below")
+        raise LoopError(f"run.{name} was used before run.distribute(), which never returns on a server; move it below")
 
 
 def _asked_to_leave() -> threading.Event:
-    """Set by SIGTERM. Workers save their run with the help of servers, so servers wait until no worker is left."""
+    """Set by SIGTERM. Workers need servers to save a checkpoint, so servers stay until no worker is left."""
     asked = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: asked.set())
@@ -258,7 +258,7 @@ def _asked_to_leave() -> threading.Event:
 
 
 def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> BundleState:
-    """A bundle's parts of the model, in memory of their own, and their part of the optimizer."""
+    """A server's copy of a bundle's parts of the model, and an optimizer for them."""
     named = dict(model.named_parameters())
     specs = {spec.name: spec for spec in trained(model)}
     mine = [part.spec(specs[part.name]) for part in bundle]

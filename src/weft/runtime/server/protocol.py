@@ -1,23 +1,23 @@
-"""What workers ask of parameter servers, and how that is written.
+"""The requests of workers to parameter servers, and their encoding.
 
-    JOIN    worker; replies its step, whether       it takes part from here on, and whoever had its place does not
-            there is a model, next telling
-    SET     bundle; values, optimizer's state       what training starts from, by worker 0
-    BEGIN   worker, step, share; hyper-parameters,  gradients of a step will come, to be used with these
+    JOIN    worker; replies its step, whether       the worker takes part from now on and replaces any process that
+            there is a model, next telling          had its place
+    SET     bundle; values, optimizer's state       the initial state, from worker 0
+    BEGIN   worker, step, share; hyperparameters,   announces the gradients of a step, which use these values
             buffers
-    PUSH    worker, bundle, step, version; what     one bundle's gradients of a step, computed with this version of it,
-            it said                                 compressed: they count
-    PULL    worker, bundle, steps, urgency;         answered once so many steps of the worker's count and it may start
-            replies version, slowest, values        its next
-    WATCH   worker, bundle, clock, urgency;         answered once the slowest worker's clock is beyond this one; with
-            replies version, slowest, values        the first bundle come the buffers
+    PUSH    worker, bundle, step, version;          the gradients of one bundle and step, compressed, computed with
+            payloads                                this version of it
+    PULL    worker, bundle, steps, urgency;         answered once this many of the worker's steps are applied and it
+            replies version, slowest, values        may start its next
+    WATCH   worker, bundle, clock, urgency;         answered once the slowest worker's clock is beyond this one; the
+            replies version, slowest, values        first bundle includes the buffers
     FETCH   bundle; replies optimizer's state       for a checkpoint
-    TELL    worker, number; values                  answered with everyone's values, once all have told theirs
-    LEAVE   worker                                  it has all it needs, and nobody waits for it any more
+    TELL    worker, number; values                  answered with the values of all workers, once all have sent theirs
+    LEAVE   worker                                  the worker needs nothing more and is no longer waited for
 
-A bundle is what travels together (`topology/_shards`); `BUFFERS` stands for the model's buffers, which are worker 0's.
-Clocks are told to a worker as it counts its own steps: since it joined. Whatever else is asked is refused unless it
-comes over the links of the process that joined last as this worker.
+A bundle is a set of ranges that travel together (`topology/_shards`); `BUFFERS` stands for the model's buffers, which
+are worker 0's. Clocks in replies count the worker's own steps since it joined. Any other request is refused unless it
+comes from the process that joined last as this worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weft.transport.tensor_bytes import raw
 
 
 class Verb(enum.IntEnum):
-    """What workers ask of servers."""
+    """The kinds of requests."""
 
     JOIN = 1
     PUSH = 2
@@ -61,14 +61,14 @@ TELL = struct.Struct("!IQ")
 
 BUFFERS = 2**32 - 1
 AT_ONCE = -(2**31)
-"""The urgency of what is small and waited for."""
+"""The urgency of small messages that are waited for."""
 
 Hyper = list[dict[str, Any]]
-"""An optimizer's options, group by group: what JSON has, lists for tuples."""
+"""An optimizer's options by group, as JSON values, with lists for tuples."""
 
 
 def packed(state: Any) -> list[memoryview]:
-    """A value with its tensors, as two parts of a frame: what it is, and the tensors' bytes."""
+    """A value with its tensors, as two parts of a frame: its tree, and the bytes of the tensors."""
     tensors: dict[str, Tensor] = {}
     tree = plain(state, "state", tensors)
     kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
@@ -77,7 +77,7 @@ def packed(state: Any) -> list[memoryview]:
 
 
 def unpacked(parts: Sequence[memoryview]) -> Any:
-    """The value of two parts that `packed` made. Raises ValueError and its kind where they are not."""
+    """The value of two parts made by `packed`. Raises ValueError or a subclass if they are malformed."""
     about, blob = json.loads(bytes(parts[0])), parts[1]
     tensors: dict[str, Tensor] = {}
     at = 0

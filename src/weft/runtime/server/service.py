@@ -1,10 +1,10 @@
-"""A parameter server: a share of the model, its optimizer, and answers to workers over messages (`verbs`).
+"""A parameter server: a shard of the model, its optimizer, and replies to the requests of `protocol`.
 
-What travels together is updated together, and by itself: each bundle has rounds of its own, so that the last layers'
-are updated and on their way back while the first layers' gradients are still to come.
+Each bundle has its own rounds, so that the last layers are updated and pulled while the gradients of the first layers
+are still to come.
 
-Pushes, joins and leaves count once, however often links break. One thread serves; the messages' own thread
-only hands requests over.
+Pushes, joins and leaves take effect once, however often links break. One thread serves; the thread of the messaging
+layer only queues requests.
 """
 
 from __future__ import annotations
@@ -52,41 +52,41 @@ from weft.transport.tensor_bytes import raw
 
 log = logging.getLogger(__name__)
 
-_ANEW = "it was asked for anew, or its worker went away"
+_ANEW = "the request was repeated, or its worker was lost"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that went away."""
+    """A lost worker."""
 
     name: str
     reason: str
     identity: bytes = b""
-    """Which process it was, of all that had the name."""
+    """The identity of the process, among all processes of this name."""
 
 
 @dataclass
 class _Watch:
-    """A standing request, for what is new once the slowest worker's clock is beyond `clock`."""
+    """A subscription: answered once the slowest worker's clock is beyond `clock`."""
 
     request: Request
     clock: int
     urgency: int
     since: float | None = None
-    """From when on its worker could not go on without."""
+    """Since when its worker has been waiting for the reply."""
 
 
 class _Open:
-    """A bundle's rounds: what has arrived, and who waits for what."""
+    """The rounds of a bundle, its pending pushes and its pending pulls."""
 
     def __init__(self, kept: BundleState, rounds: Rounds) -> None:
         self.kept, self.rounds = kept, rounds
         self.arrived: dict[int, tuple[int, int, list[Tensor | None], Request]] = {}
-        """By worker: a step, the version that it began with, and gradients, where word of the step is still to come."""
+        """By worker: step, version read and gradients of a push whose BEGIN has not arrived yet."""
         self.done = [0] * rounds.workers
-        """Steps of each worker that count, since it joined."""
+        """By worker: the number of its steps that were contributed since it joined."""
         self.given = [-1] * rounds.workers
-        """The steps of each worker after which it was given the model last, since it joined."""
+        """By worker: its number of steps at its last read of the model since it joined."""
         self.waiting: dict[int, tuple[Request, int, int, float]] = {}
         self.watching: dict[int, _Watch] = {}
         self.used: list[Request] = []
@@ -94,11 +94,11 @@ class _Open:
         self._snapshot: tuple[int, list[memoryview]] | None = None
 
     def slowest(self, worker: int, view: View) -> int:
-        """The slowest worker's clock, as this one counts its steps; who was lost goes on where the slowest is."""
+        """The slowest worker's clock, in steps of this worker; a returning worker continues at the slowest's clock."""
         return self.done[worker] - max(0, view.clocks[worker] - view.slowest)
 
     def give_up(self, worker: int, why: str = _ANEW) -> None:
-        """Whoever asks again is answered anew."""
+        """Refuse a pending pull, so that a repeated one takes its place."""
         if worker in self.waiting:
             self.waiting.pop(worker)[0].refuse(why)
 
@@ -107,7 +107,7 @@ class _Open:
             self.watching.pop(worker).request.refuse(why)
 
     def release(self) -> None:
-        """Give back the memory of pushes, once the round that they were part of is over."""
+        """Release the memory of pushes, once their round is closed."""
         if not self.rounds.round:
             for push in self.used:
                 if push.keeps:
@@ -115,8 +115,8 @@ class _Open:
             self.used = []
 
     def snapshot(self, version: int) -> list[memoryview]:
-        """The values of a version. Where everyone waits for everyone, they stay until all have read them, and are sent
-        from where they are; elsewhere there is one copy for all who get this version."""
+        """The values of a version. In lockstep the model does not change until all have read it, so it is sent
+        uncopied; otherwise all readers of a version share one copy."""
         if self._snapshot is None or self._snapshot[0] != version:
             parts = [part.detach() for part in self.kept.parts]
             copies = parts if self.rounds.synchrony.lockstep else [part.clone() for part in parts]
@@ -125,7 +125,7 @@ class _Open:
 
 
 class ShardService:
-    """Serves one share of a model until closed."""
+    """Serves one shard of a model until closed."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ShardService:
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self._worker_groups = worker_groups or [range(worker, worker + 1) for worker in range(workers)]
-        """Who stands behind each who asks: a proxy asks for a group."""
+        """By client: its workers; an aggregator stands for a group."""
         self.compression, self.seed, self.workers, self._lost = compression, seed, len(self._worker_groups), lost
         self.synchrony = synchrony
         self.statistics = Statistics(self.workers)
@@ -154,19 +154,19 @@ class ShardService:
         ]
         self._begun: dict[int, tuple[int, float, Hyper]] = {}
         self._steps: dict[int, int] = {}
-        """By worker: the step that it would take next."""
+        """By worker: its next step."""
         self._failed: dict[int, str] = {}
         self._gone: set[int] = set()
         self._places: dict[bytes, int] = {}
-        """By process: the worker that it is, since it joined and until it leaves or another one joins in its place."""
+        """By process identity: its worker, from its join until it leaves or another process replaces it."""
         self._came: set[int] = set()
         self._set: set[int] = set()
         self._told: dict[int, dict[int, tuple[Request, Any]]] = {}
         self._telling = 0
-        """The number of the next telling that is answered."""
+        """The number of the next telling to be answered."""
         self._buffers = _Buffers(buffers)
         self.over = threading.Event()
-        """Set when every worker has been here, and has left again."""
+        """Set when every worker has joined and left again."""
         self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
         most = 6 * max((each.nbytes for each in kept), default=0) + buffers + (1 << 20)
         self._server = Server(
@@ -184,17 +184,17 @@ class ShardService:
 
     @property
     def version(self) -> int:
-        """Updates of the first bundle."""
+        """The number of updates of the first bundle."""
         return self.bundles[0].rounds.version
 
     @property
     def complete(self) -> bool:
-        """Whether every worker has come."""
+        """Whether every worker has joined."""
         return len(self._came) == self.workers
 
     @property
     def attended(self) -> bool:
-        """Whether a worker is here."""
+        """Whether a worker is present."""
         return len(self._came) > len(self._gone)
 
     def close(self) -> None:
@@ -213,13 +213,13 @@ class ShardService:
                 continue
             try:
                 self._do(request)
-            except Exception as error:  # whatever was asked, others are served
-                self._cannot(request, f"that cannot be served: {error}")
+            except Exception as error:  # a bad request must not stop the service of others
+                self._cannot(request, f"the request cannot be served: {error}")
 
     def _cannot(self, request: Request, why: str) -> None:
-        """Say so, and to a worker whose gradients are lost by that also when it asks for what would come of them."""
-        log.warning("a request of %s: %s", request.sender, why)
-        with suppress(RuntimeError):  # it may have been answered before
+        """Refuse a request. If gradients are lost by that, later pulls of their worker are refused as well."""
+        log.warning("a request of %s is refused: %s", request.sender, why)
+        with suppress(RuntimeError):  # the request may have been answered already
             request.refuse(why)
         worker = self._places.get(request.identity)
         if worker is None or request.verb not in (Verb.PUSH, Verb.BEGIN):
@@ -286,12 +286,12 @@ class ShardService:
                 self._go(worker)
                 self._look_who_is_left()
             case _:
-                request.refuse(f"a parameter server knows no request {request.verb}")
+                request.refuse(f"a parameter server does not support request {request.verb}")
 
-    # --- coming and going -------------------------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------------------------------
 
     def _join(self, worker: int, request: Request) -> int:
-        """A worker comes, or comes back: what was under way is forgotten. Returns the step that it takes next."""
+        """A worker joins or rejoins: its pending requests are dropped. Returns its next step."""
         if not 0 <= worker < self.workers:
             raise ValueError(f"there is no worker {worker}")
         self._places = {who: each for who, each in self._places.items() if each != worker}
@@ -310,33 +310,33 @@ class ShardService:
         return self._steps.get(worker, 0)
 
     def _joined(self, request: Request) -> int:
-        """Who asks. Raises ValueError where it has not joined, or another process has since, in its place."""
+        """The sender's worker number. Raises ValueError if it has not joined, or another process has replaced it."""
         worker = self._places.get(request.identity)
         if worker is None:
             raise ValueError(f"{request.sender} has not joined, or was replaced while it was away; start it again")
         return worker
 
     def _present(self, worker: int, request: Request) -> None:
-        """Who asks is there, though its link may have been given up."""
+        """Check the sender's worker number, and count the worker as present again if its link had been lost."""
         if self._joined(request) != worker:
-            raise ValueError(f"{request.sender} asks as worker {worker}, which it is not")
+            raise ValueError(f"{request.sender} sends as worker {worker}, which it is not")
         if worker in self._gone:
             self._gone.discard(worker)
             for bundle in self.bundles:
                 bundle.rounds.join(worker)
 
     def _asker(self, worker: int) -> int:
-        """Who asks for a worker: itself, or its group's proxy."""
+        """The client of a worker: the worker itself, or the aggregator of its group."""
         return next((asker for asker, team in enumerate(self._worker_groups) if worker in team), -1)
 
     def _leave(self, loss: Loss) -> None:
-        """A worker is gone, and nobody waits for it; should it come back, it takes part again by what it asks."""
+        """Remove a lost worker. If it returns, its next request adds it again."""
         worker = self._places.get(loss.identity)
         if worker is None:
             return
         for bundle in self.bundles:
-            bundle.give_up(worker)  # what stands is answered when there is something new, and asked for anew if need be
-        if not self.synchrony.lockstep:  # else the run stops, and nothing is made of what is there
+            bundle.give_up(worker)  # subscriptions stay: they are answered by the next update, or repeated
+        if not self.synchrony.lockstep:  # in lockstep the run stops, and the open round is dropped
             self._go(worker)
         self._lost(loss)
         self._look_who_is_left()
@@ -353,7 +353,7 @@ class ShardService:
             self.over.set()
 
     def _answer_tellings(self) -> None:
-        """Everyone's values to everyone, where all who are there have told theirs."""
+        """Send all values to all workers, once every worker present has sent its own."""
         there = {worker for asker, team in enumerate(self._worker_groups) if asker not in self._gone for worker in team}
         for number in [number for number, told in self._told.items() if there <= set(told)]:
             told = self._told.pop(number)
@@ -373,7 +373,7 @@ class ShardService:
 
     def _start(self, number: int, parts: Sequence[memoryview]) -> None:
         if self._started:
-            raise ValueError("the model was set already")
+            raise ValueError("the model is already set")
         if number == BUFFERS:
             self._buffers.set(parts)
         else:
@@ -382,11 +382,11 @@ class ShardService:
 
     @property
     def _started(self) -> bool:
-        """Whether the model has been given the values that it starts from."""
+        """Whether the model has its initial values."""
         return len(self._set) == len(self.bundles)
 
     def _hear(self, worker: int, bundle: _Open, step: int, version: int, push: Request) -> None:
-        """Understand a push. A gradient that is not there has no words; others stay where they came to."""
+        """Decode a push. A missing gradient has no payload; uncompressed ones stay in the memory of the message."""
         kept, words = bundle.kept, push.parts[1:]
         self.statistics.received_bytes += sum(len(word) for word in words)
         grads: list[Tensor | None] = []
@@ -403,8 +403,8 @@ class ShardService:
             grads.append(out.view(part.shape))
         for spec, grad in zip(kept.specs, grads, strict=True):
             if grad is not None and not all_finite(grad):
-                what = f"the gradient of {spec.name} that {self._named(worker)} sent for step {step + 1} is not finite"
-                raise ValueError(f"{what}; lower the learning rate, or scale the loss down")
+                what = f"the gradient of {spec.name} from {self._named(worker)} is NaN or infinite at step {step + 1}"
+                raise ValueError(f"{what}; lower the learning rate or scale the loss down")
         push.keeps = self.compression.raw
         bundle.arrived[worker] = step, version, grads, push
 
@@ -413,7 +413,7 @@ class ShardService:
         return f"worker {team.start}" if len(team) == 1 else f"one of workers {team.start} to {team.stop - 1}"
 
     def _count(self, worker: int, bundle: _Open) -> None:
-        """Let a worker's gradients count, if they are there and their step has begun."""
+        """Contribute a worker's gradients to the round, if they have arrived and their step has begun."""
         step, share, hyper = self._begun.get(worker, (-1, 0.0, []))
         if worker not in bundle.arrived or bundle.arrived[worker][0] != step:
             return
@@ -454,7 +454,8 @@ class ShardService:
             self._answer(bundle, by)
 
     def _answer(self, bundle: _Open, by: int) -> None:
-        """Whoever may go on gets the bundle; `by` is the worker who has just changed what may be."""
+        """Reply to every pull that the synchrony now allows. `by` is the worker whose message triggered this; it is
+        charged for the wait."""
         if not self._started:
             return
         rounds = bundle.rounds
@@ -469,7 +470,8 @@ class ShardService:
             self._buffers.answer(lambda worker, steps: bundle.given[worker] >= steps)
 
     def _answer_watches(self, bundle: _Open, by: int) -> None:
-        """Whoever has less than everyone has done by now gets what is new; who cannot go on without it waits for it."""
+        """Reply to every subscription whose worker has older values than the slowest worker's clock; start the wait of
+        a worker that may not start its next step without them."""
         buffers = [self._buffers.now] if bundle is self.bundles[0] else []
         view = bundle.rounds.view
         for worker, watch in list(bundle.watching.items()):
@@ -482,7 +484,7 @@ class ShardService:
                 watch.since = time.monotonic()
 
     def _read(self, bundle: _Open, worker: int) -> list[memoryview]:
-        """A bundle as it is now, for a worker."""
+        """The present version of a bundle, as a reply to a worker."""
         version = bundle.rounds.read(worker)
         values = bundle.snapshot(version)
         self.statistics.sent_bytes += sum(len(part) for part in values)
@@ -495,10 +497,10 @@ class ShardService:
 
 
 class _Buffers:
-    """The model's buffers, which are worker 0's, and anybody's word that the run was asked to leave.
+    """The model's buffers, which are worker 0's, and the request of any worker to terminate the run.
 
-    Both become current with the update that its gradients become part of, so that whoever reads a version of the model
-    reads the same of them.
+    Both take effect with the update that contains the worker's gradients, so that all readers of a version of the model
+    see the same.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -519,7 +521,7 @@ class _Buffers:
             self._offered[worker] = self._fitting(parts)
 
     def counted(self, worker: int, version: int | None) -> None:
-        """A worker's gradients count; `version` is the model's where they made a new one."""
+        """A worker's gradients are contributed; `version` is the new version if they closed a round."""
         if version is None:
             return
         for given in self._offered.values():
@@ -547,5 +549,5 @@ class _Buffers:
     def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
         (given,) = parts
         if len(given) != self.nbytes:
-            raise ValueError(f"buffers of {len(given)} bytes where there are {self.nbytes}")
+            raise ValueError(f"buffers of {len(given)} bytes instead of {self.nbytes}")
         return memoryview(bytes(given))

@@ -1,4 +1,4 @@
-"""What a server sees of its workers: how late gradients are, who waits for whom, how busy it is."""
+"""Statistics of a server: staleness of gradients, waits between workers, and load."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass
 class Statistics:
-    """Counts of one server; `row` is what it leaves in the run folder, as server-<i>.json."""
+    """Counts of one server; `row` is written to the run folder as server-<i>.json."""
 
     workers: int
     staleness: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """How many contributions of each worker became part of an update so many updates late."""
+    """By (worker, staleness in updates): the number of contributions."""
     depths: Counter[int] = field(default_factory=Counter)
-    """How many requests were waiting when one was taken."""
+    """By queue length: the number of requests that found it so."""
     received_bytes: int = 0
     sent_bytes: int = 0
     waits_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    """How long each worker's steps have waited, and for whose gradients."""
+    """By (waiting worker, worker it waited for): seconds."""
     _last: dict[int, tuple[int, float, int]] = field(default_factory=dict)
 
     def answered(self, worker: int, step: int, waited_s: float, by: int) -> None:
-        """A worker's pull was answered, after so long, by the coming of another's gradients.
+        """A worker's pull was answered after this wait, triggered by the gradients of another worker.
 
-        A step's wait is that of its last bundle.
+        The wait of a step is that of its last bundle.
         """
         known = self._last.get(worker)
         if known is not None and known[0] != step:
