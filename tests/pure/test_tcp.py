@@ -26,7 +26,7 @@ def test_an_ipv6_host_needs_no_brackets() -> None:
 
 @pytest.mark.parametrize("text", ["", "here", ":29500", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:http"])
 def test_another_text_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UserError, match=f"'{text}' is no address; write HOST:PORT, as in 10.0.0.1:29500"):
+    with pytest.raises(UserError, match=f"'{text}' is not an address; write HOST:PORT, as in 10.0.0.1:29500"):
         parse_address(text)
 
 

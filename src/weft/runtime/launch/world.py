@@ -89,8 +89,8 @@ class World:
         fits = [n for n in range(1, self.processes) if n + len(strategy.server_hosts(n)) == self.processes]
         if not fits:
             raise UserError(
-                f"{self.processes} processes cannot be divided into workers and servers as {strategy.topology} wants "
-                "it; start as many as both together"
+                f"{self.processes} processes cannot be divided into the workers and servers of {strategy.topology}; "
+                "start as many as both together"
             )
         workers = fits[0]
         server = self.process - workers if self.process >= workers else None
