@@ -16,7 +16,7 @@ from weft.units import Size
 class Fused(Schedule):
     """Wait-free backpropagation with small parameters merged into buckets [Sergeev & Del Balso 2018]."""
 
-    bucket: Size = Size(4 * 2**20)
+    bucket: Size = Size(25 * 2**20)
     """A bucket closes when it holds this much."""
     first: Size = Size(2**20)
     """The first bucket closes earlier, so that the wire is not idle while backward starts."""
