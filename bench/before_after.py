@@ -1,13 +1,13 @@
 """Two checkouts of Weft under one command, interleaved: does a change make anything slower?
 
     python bench/before_after.py BEFORE overhead --rounds 11
-    python bench/before_after.py BEFORE compare --rounds 3 -- wide "bsp / direct" --peers ddp --hosts 4 --steps 25 --seeds 1
+    python bench/before_after.py BEFORE compare --rounds 3 -- wide "bsp / direct" --peers ddp --steps 25 --seeds 1
 
 BEFORE is a checkout of another commit; this file's own checkout is "after". Every round runs the command once in each
 checkout, in reverse order every other round. A row of the result is the median over rounds of the ratio after/before,
-for the step itself and, where the command measures a reference in the same process or comparison (the plain loop, `ddp`), for the
-step over that reference. The reference's own ratio stands beside it: it is the same code in both checkouts, so its
-distance from 1 is the noise.
+for the step itself and, where the command measures a reference as well (the plain loop, `ddp`), for the step over that
+reference. The reference's own ratio stands beside it: it is the same code in both checkouts, so its distance from 1 is
+the noise.
 """
 
 from __future__ import annotations

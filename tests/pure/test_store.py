@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.pure.made_checkpoints import make, resealed
 from weft.errors import LoopError, UserError
-from weft.runtime.checkpoint.state import check_finite
+from weft.runtime.checkpoint.writer import check_finite
 from weft.store import checkpoint, shards
 from weft.store.checkpoint import Manifest, Policy
 from weft.store.plain import plain, tensors_in, value

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from weft.errors import UserError
-from weft.runtime.checkpoint.state import CheckpointWriter, Share
+from weft.runtime.checkpoint.writer import CheckpointWriter, Share
 from weft.store import checkpoint
 from weft.store.checkpoint import Manifest, Policy
 from weft.transport.layout import Layout

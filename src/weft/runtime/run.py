@@ -49,6 +49,7 @@ from weft.runtime.loop.data_position import DataPosition
 from weft.runtime.loop.data_sharding import Dealer, Shard
 from weft.runtime.loop.late_changes import LateChanges
 from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.loop.model_checks import check_model
 from weft.runtime.loop.momentum import check_claims, claimed_momentum, claims
 from weft.runtime.loop.partial_step import PartialStep, has_step_hooks, why_not_partial
 from weft.runtime.loop.sample_shares import Count
@@ -219,7 +220,7 @@ class Run:
         if self._model is not None:
             raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
         self._model = model
-        _check_model(model, optimizer, self)
+        check_model(model, optimizer, self.device, self._passes)
         self._check_reduction(reduction)
         specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
         if self.folder is not None and self.is_main:
@@ -590,18 +591,3 @@ class Run:
                 "a scheduler follows the optimizer, and this process carries several workers; make it first and pass "
                 "it along: model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
             )
-
-
-def _check_model(model: nn.Module, optimizer: Optimizer, run: Run) -> None:
-    mine = set(model.parameters())
-    theirs = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.requires_grad for p in mine):
-        raise UserError("the model has no parameter that trains; unfreeze some before run.distribute()")
-    if not all(p in mine for p in theirs):
-        raise UserError("the optimizer steps parameters that are not the model's; put all of them into one nn.Module")
-    wrong = next((p for p in mine if p.device != run.device), None)
-    if wrong is not None and wrong.device.type != run.device.type:
-        raise UserError(f"the model is on {wrong.device}, the run on {run.device}; call model.to(run.device) first")
-    synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    if synced and run.workers > 1 and (run._passes.count > 1 or run.device.type == "cpu"):
-        raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")

@@ -22,7 +22,6 @@ from weft.errors import UserError, WeftError
 from weft.ops import Spec
 from weft.profile import Measured
 from weft.runtime.checkpoint.state import (
-    CheckpointWriter,
     LoadedCheckpoint,
     Parts,
     check_same_job,
@@ -35,6 +34,7 @@ from weft.runtime.checkpoint.state import (
     restore_workers,
     untracked_schedulers,
 )
+from weft.runtime.checkpoint.writer import CheckpointWriter
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes

@@ -59,7 +59,7 @@ def _show_log() -> None:
         logging.getLogger("weft").setLevel(logging.INFO)
     else:
         logging.getLogger("weft").setLevel(logging.ERROR)
-        logging.getLogger("weft.runtime.checkpoint.state").setLevel(logging.WARNING)
+        logging.getLogger("weft.runtime.checkpoint.writer").setLevel(logging.WARNING)
 
 
 def _own_traceback(error: BaseException) -> str:

@@ -75,9 +75,12 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
                 children.append(child)
         finally:
             os.close(progress_in)
-        with os.fdopen(progress, "rb", buffering=0) as pipe, passing_on_termination(children, spec.grace_s) as asked:
+        with (
+            os.fdopen(progress, "rb", buffering=0) as pipe,
+            passing_on_termination(children, spec.grace_s) as requested,
+        ):
             attend(children, pipe, on_line, on_progress, spec.survives_worker_loss, rendezvous_address)
-        if asked.is_set():
+        if requested.is_set():
             saved = all(child.process.returncode in (0, TERMINATED) for child in children)
             raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
         failed = [child for child in children if child.process.returncode != 0]

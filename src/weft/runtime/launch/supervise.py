@@ -37,7 +37,7 @@ class JobFailedError(WeftError):
 
 
 class Terminated(WeftError):
-    """The launcher was asked to terminate, and the run ended with it."""
+    """The launcher was requested to terminate, and the run ended with it."""
 
 
 @dataclass
@@ -106,15 +106,15 @@ def attend(
 @contextmanager
 def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[threading.Event]:
     """On SIGTERM, ask every process to save and exit within the grace period; a second SIGTERM ends the run at once."""
-    asked = threading.Event()
+    requested = threading.Event()
     if not grace_s or threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield requested
         return
 
     def ask(*_: Any) -> None:
-        if asked.is_set():
+        if requested.is_set():
             raise Terminated("stopped at once by a second SIGTERM")
-        asked.set()
+        requested.set()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
             if child.process.returncode is None and not child.server:  # servers exit when all workers have
@@ -126,7 +126,7 @@ def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[th
 
     usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
     try:
-        yield asked
+        yield requested
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, usual)

@@ -25,6 +25,7 @@ from torch import Tensor
 from weft.compression import Compressor, Context, Piece
 from weft.rounds import Contribution, Rounds
 from weft.runtime.checks.finite import all_finite
+from weft.runtime.server.buffers import ServerBuffers
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.compressed_push import decode_push
 from weft.runtime.server.protocol import (
@@ -164,7 +165,7 @@ class ShardService:
         self._told: dict[int, dict[int, tuple[Request, Any]]] = {}
         self._telling = 0
         """The number of the next telling to be answered."""
-        self._buffers = _Buffers(buffers)
+        self._buffers = ServerBuffers(buffers)
         self.over = threading.Event()
         """Set when every worker has joined and left again."""
         self._inbox: queue.SimpleQueue[Request | Loss | None] = queue.SimpleQueue()
@@ -494,60 +495,3 @@ class ShardService:
 
     def _updated(self, worker: int, staleness: int) -> None:
         self.statistics.staleness[worker, staleness] += 1
-
-
-class _Buffers:
-    """The model's buffers, which are worker 0's, and the request of any worker to terminate the run.
-
-    Both take effect with the update that contains the worker's gradients, so that all readers of a version of the model
-    see the same.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.now = memoryview(bytes(nbytes))
-        self._offered: dict[int, memoryview] = {}
-        self._leaving: set[int] = set()
-        self._since: int | None = None
-        self._waiting: dict[int, tuple[Request, int]] = {}
-
-    def set(self, parts: Sequence[memoryview]) -> None:
-        self.now = self._fitting(parts)
-
-    def offer(self, worker: int, parts: Sequence[memoryview], leaving: bool) -> None:
-        if leaving:
-            self._leaving.add(worker)
-        if parts:
-            self._offered[worker] = self._fitting(parts)
-
-    def counted(self, worker: int, version: int | None) -> None:
-        """A worker's gradients are contributed; `version` is the new version if they closed a round."""
-        if version is None:
-            return
-        for given in self._offered.values():
-            self.now = given
-        self._offered.clear()
-        if self._leaving and self._since is None:
-            self._since = version
-
-    def leaving(self, version: int) -> bool:
-        return self._since is not None and version >= self._since
-
-    def ask(self, worker: int, request: Request, steps: int) -> None:
-        self._waiting[worker] = request, steps
-
-    def give_up(self, worker: int, why: str) -> None:
-        if worker in self._waiting:
-            self._waiting.pop(worker)[0].refuse(why)
-
-    def answer(self, may: Callable[[int, int], bool]) -> None:
-        for worker, (request, steps) in list(self._waiting.items()):
-            if may(worker, steps):
-                del self._waiting[worker]
-                request.reply([self.now])
-
-    def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
-        (given,) = parts
-        if len(given) != self.nbytes:
-            raise ValueError(f"buffers of {len(given)} bytes instead of {self.nbytes}")
-        return memoryview(bytes(given))
