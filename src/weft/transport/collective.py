@@ -80,7 +80,7 @@ class Processes:
         self.nccl = self.connected and dist.get_backend() == "nccl"
         self.talk = mesh  # agreements use the host, so that they do not wait for a GPU
         self.mesh = None if self.nccl else mesh
-        self.teller: Callable[[Sequence[int]], list[list[int]]] | None = None
+        self._agree: Callable[[Sequence[int]], list[list[int]]] | None = None
         """Performs agreements where there are servers and no process group."""
         self.sent_bytes = 0.0
         self.scratch: dict[Any, tuple[Tensor, Message]] = {}
@@ -282,10 +282,14 @@ class Processes:
         for parcel in sent:
             parcel.wait()
 
+    def agree_through(self, tell: Callable[[Sequence[int]], list[list[int]]]) -> None:
+        """Let servers carry agreements from here on, where workers have no process group."""
+        self._agree = tell
+
     def tell(self, values: Sequence[int]) -> list[list[int]]:
         """All-gather a list of integers, of the same length in every process; returns one list for each process."""
-        if self.teller is not None:
-            return self.teller(values)
+        if self._agree is not None:
+            return self._agree(values)
         if self.talk is None or not values:
             return [list(values) for _ in range(self.layout.processes)]
         return _tell(self.talk, self.layout, values, _AGREEMENT).heard()

@@ -12,7 +12,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,10 @@ from weft.runtime.checkpoint.state import (
     untracked_schedulers,
 )
 from weft.runtime.checkpoint.writer import CheckpointWriter
+from weft.runtime.engine.bucket_layout import SavedLayout
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
-from weft.runtime.modes.all_reduce import ResumedLayout
 from weft.runtime.record.events import Recorder
 from weft.runtime.record.files import append_line, lines_in, writing
 from weft.runtime.record.phases import PhaseTimer
@@ -60,7 +60,7 @@ class Lifecycle:
     steps: int | None
     seed: int
     folder: Path | None
-    asked_for: Policy | None
+    requested_policy: Policy | None
     """When to save; None: not specified, and then state that cannot be saved is not an error."""
     resume: Path | None
     """The checkpoint to resume from."""
@@ -69,14 +69,12 @@ class Lifecycle:
     transport: Processes
     phases: PhaseTimer
     timeout_s: float
-    settle: Callable[[], None]
-    """Waits until the last step is complete. Raises LoopError if it is not finite."""
 
     def __post_init__(self) -> None:
-        self.policy = self.asked_for or Policy()
-        self.asked = False
+        self.policy = self.requested_policy or Policy()
+        self.termination_requested = False
         """Whether this process was asked to terminate."""
-        self.wanted = False
+        self.save_requested = False
         """Whether the loop has called run.save() within a step."""
         self._saving: CheckpointWriter | None = None
         self._saved: LoadedCheckpoint | None = None
@@ -87,14 +85,14 @@ class Lifecycle:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> ResumedLayout | None:
+    def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> SavedLayout | None:
         """Before anything is distributed: restore the state of an earlier attempt."""
         self.parts = parts
         self.position.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = Path(os.environ.get("WEFT_JOB", "")).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
-        back = parts.served is not None and parts.served.running  # a lost worker rejoins; the run has advanced since
+        back = parts.mode.rejoined
         if self.folder is not None and self.policy.every:
             self._prepare(self.folder / "checkpoints")
         if self.resume is None or back:
@@ -108,11 +106,11 @@ class Lifecycle:
         expect_clearing(parts.module, saved)
         self._say(saved, recorder)
         order, seen = saved.common["order"], saved.common["seen"]
-        return ResumedLayout(order, Measured.of(seen) if seen else None) if order else None
+        return SavedLayout(order, Measured.of(seen) if seen else None) if order else None
 
     def opened(self) -> None:
         """After everything is distributed: restore the workers' own state, unless an open epoch does so later."""
-        if self._saving is not None and not (self.parts.served and self.parts.served.running):
+        if self._saving is not None and not self.parts.mode.rejoined:
             self._abandon(self._saving)
         if self._saved is not None and self._saved.common["epoch"] is None:
             restore_workers(self.parts, self._saved, self.strategy)
@@ -135,12 +133,12 @@ class Lifecycle:
             (root / f".meet-{token}").unlink()
         if not everywhere:
             what = f"not every process sees {root}, so no checkpoint can be written; give a shared folder with --out"
-            if self.asked_for:
+            if self.requested_policy:
                 raise UserError(what)
             log.warning("%s", what)
             return
         self._saving = CheckpointWriter(
-            root, layout, self.policy, token, self.timeout_s, 1 if self.parts.served else None
+            root, layout, self.policy, token, self.timeout_s, self.parts.mode.checkpoint_writers
         )
         self._listen()
 
@@ -174,11 +172,8 @@ class Lifecycle:
             signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, *_: Any) -> None:
-        self.asked = True
-        if self.parts.gradients is not None:
-            self.parts.gradients.status.termination_requested = True
-        if self.parts.served is not None:
-            self.parts.served.asked = True
+        self.termination_requested = True
+        self.parts.mode.request_termination()
 
     def _say(self, saved: LoadedCheckpoint, recorder: Recorder | None) -> None:
         """Record the resumption in the run folder and in the log."""
@@ -214,7 +209,7 @@ class Lifecycle:
     def resumed(self, epoch: Epoch) -> None:
         saved = self._saved
         if saved is not None and epoch.number == saved.common["epoch"]:
-            if self.strategy.synchrony.lockstep and self.parts.served is None:
+            if self.parts.mode.owns_model:
                 restore(self.parts, saved)
             else:  # the model is on the servers or shared, and others may have advanced it
                 restore_followers(self.parts, saved)
@@ -222,12 +217,11 @@ class Lifecycle:
             self._saved = None
 
     def stepped(self, epoch: Epoch) -> None:
-        if not self.policy.every or (self._saving is None and not self.asked):
+        if not self.policy.every or (self._saving is None and not self.termination_requested):
             return
         self._look_around()
-        gradients, served = self.parts.gradients, self.parts.served
-        leaving = gradients.status.leaving if gradients else served.leaving if served else self.asked
-        if leaving or self.wanted or self.enough() or self.policy.due(self.passes.step):
+        leaving = self.parts.mode.leaving
+        if leaving or self.save_requested or self.enough() or self.policy.due(self.passes.step):
             self._save(epoch)
         if leaving:
             if self._saving is not None:
@@ -236,8 +230,7 @@ class Lifecycle:
             raise SystemExit(TERMINATED)
 
     def passed(self) -> None:
-        if self.parts.gradients is not None:
-            self.parts.gradients.compare_steps()
+        self.parts.mode.epoch_ended()
 
     def _look_around(self) -> None:
         """Check that all schedulers are known; a checkpoint without one of them would be wrong."""
@@ -249,7 +242,7 @@ class Lifecycle:
             f"a {stranger} was not passed to the run, and a checkpoint would miss its state; pass it: "
             "model, optimizer, it = run.distribute(model, optimizer, it)"
         )
-        if self.asked_for:
+        if self.requested_policy:
             raise UserError(f"{what}, or turn checkpoints off with --save-every 0")
         log.warning("%s. No checkpoints are written until then", what)
         self.policy = Policy(every=0)
@@ -257,7 +250,7 @@ class Lifecycle:
     def save(self) -> None:
         """Save the run now or, within a step, after that step. A collective call."""
         if self.position.within(self.passes.step):
-            self.wanted = True
+            self.save_requested = True
         else:
             self._save(None)
 
@@ -265,11 +258,11 @@ class Lifecycle:
         if self._saving is None:
             return
         self._look_around()
-        self.wanted = False
+        self.save_requested = False
         if not self.policy.every or self._saving.last == self.passes.step:
             return
         epoch = epoch or next((each for each in reversed(self.position.epochs) if not each.over), None)
-        self.settle()
+        self.parts.mode.settle()
         if self.phases.recorder is not None:
             self.phases.recorder.flush()  # a run that resumes from here has its history
         about = {"workers": self.passes.workers, "strategy": str(self.strategy), "seed": self.seed, "job": self._job}

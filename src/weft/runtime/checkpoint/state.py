@@ -30,8 +30,7 @@ from weft.ops import Spec
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
-from weft.runtime.modes.all_reduce import Gradients
-from weft.runtime.modes.parameter_server import Served
+from weft.runtime.modes import Mode
 from weft.store.checkpoint import (
     Manifest,
     load,
@@ -57,8 +56,7 @@ class Parts:
     followers: Sequence[Any]
     passes: Passes
     position: DataPosition
-    gradients: Gradients | None = None
-    served: Served | None = None
+    mode: Mode
 
     @property
     def stateful(self) -> list[Any]:
@@ -94,7 +92,7 @@ class LoadedCheckpoint:
 
 def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
     """The state that is equal in every process."""
-    gradients = parts.gradients
+    layout = parts.mode.layout
     held = next((n for n, p in parts.module.named_parameters() if p.grad is not None), None)
     return {
         "model": dict(parts.module.state_dict()),
@@ -104,16 +102,14 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
         "reading": parts.position.state(parts.passes.step),
         "epoch": epoch.number if epoch is not None else None,
         "gradient": held,
-        "order": [gradients.names[i] for i in gradients.finished] if gradients else None,
-        "seen": asdict(gradients.seen) if gradients and gradients.seen else None,
+        "order": list(layout.order) if layout else None,
+        "seen": asdict(layout.measured) if layout and layout.measured else None,
     }
 
 
 def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     """The state of each logical worker of this process."""
-    states = parts.gradients.engine.states if parts.gradients else [{} for _ in parts.passes.ranks]
-    if parts.served is not None:
-        states = [parts.served.client.state]
+    states = parts.mode.compressor_states
     streams, generators = parts.passes.streams(), [each.get_state() for each in parts.generators]
     process = {"process": process_rng_state(), "generators": generators, "epochs": parts.position.draws()}
     return {
@@ -241,16 +237,7 @@ def restore_workers(parts: Parts, saved: LoadedCheckpoint, strategy: Strategy) -
     """Restore the state of each logical worker of this process."""
     passes, workers = parts.passes, saved.workers
     with _fitting(saved):
-        if parts.gradients is not None:
-            parts.gradients.buffers.settled()
-            engine = parts.gradients.engine
-            memory = [_memory(saved, rank, passes.workers, strategy) for rank in passes.ranks]
-            engine.states[:] = [
-                {name: {key: kept.to(engine.device) for key, kept in own.items()} for name, own in state.items()}
-                for state in memory
-            ]
-        if parts.served is not None:
-            parts.served.client.state = _memory(saved, passes.rank, passes.workers, strategy)
+        parts.mode.restore_compressors([_memory(saved, rank, passes.workers, strategy) for rank in passes.ranks])
         passes.set_streams([_cloned(workers[rank]["draws"]) if rank in workers else None for rank in passes.ranks])
         if passes.ranks[0] in workers:
             first = workers[passes.ranks[0]]
@@ -286,7 +273,7 @@ def _memory(saved: LoadedCheckpoint, rank: int, count: int, strategy: Strategy) 
 
     If there are fewer workers now, one worker takes over the residuals of several; their sum is preserved.
     """
-    heir = [saved.workers[r]["memory"] for r in sorted(saved.workers) if r % count == rank]
+    heir = [_renamed(saved.workers[r]["memory"]) for r in sorted(saved.workers) if r % count == rank]
     same = Strategy.parse(saved.manifest.strategy).compression == strategy.compression
     if same and saved.manifest.workers == count:
         return dict(_cloned(heir[0])) if heir else {}  # without lockstep, worker 0 has saved only itself
@@ -297,6 +284,13 @@ def _memory(saved: LoadedCheckpoint, rank: int, count: int, strategy: Strategy) 
                 residual = merged.setdefault(name, {"residual": torch.zeros_like(kept["residual"])})["residual"]
                 residual += kept["residual"]
     return merged
+
+
+def _renamed(memory: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """The residual has been stored as `owed` before."""
+    return {
+        name: {"residual" if key == "owed" else key: kept for key, kept in own.items()} for name, own in memory.items()
+    }
 
 
 def _has_residual(strategy: Strategy) -> bool:

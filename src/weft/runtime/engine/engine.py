@@ -34,26 +34,35 @@ class Engine:
     """Exchanges the buckets of one step at a time: `begin`, `ready` for each bucket, `wait` for one bucket at a time,
     then `finish`."""
 
-    def __init__(self, strategy: Strategy, transport: Processes, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        transport: Processes,
+        device: torch.device,
+        seed: int,
+        *,
+        clock: Clock,
+        status: StepStatus,
+        momentum: float = 0.0,
+    ) -> None:
         self.compression, self.schedule = strategy.compression, strategy.schedule
         self.transport, self.device, self.seed = transport, device, seed
-        self.clock = Clock(device)
+        self.clock, self.status, self.momentum = clock, status, momentum
         self.states: list[State] = [{} for _ in transport.layout.carried()]
         self.scratch_memory: dict[Any, torch.Tensor] = {}
-        self.momentum = 0.0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.timetable = Timetable((), ())
         self.spans = Spans()
-        self.status = StepStatus((), (), lossless=True)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = False
         self._error: BaseException | None = None
         self._thread = start_serial_thread(self._run, "weft-engine")
 
-    def plan(self, specs: Sequence[Spec], seen: Measured | None = None) -> Timetable:
-        """The timetable for parameters in the order in which backward finishes them."""
+    def lay_out(self, specs: Sequence[Spec], measured: Measured | None = None) -> Timetable:
+        """Make the timetable for parameters in the order in which backward finishes them, and follow it from here."""
         self.scratch_memory = {}
-        return self.schedule.timetable(specs, self.rounds, seen)
+        self.timetable = self.schedule.timetable(specs, self.rounds, measured)
+        return self.timetable
 
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
         """The rounds of a bucket of these parameters."""

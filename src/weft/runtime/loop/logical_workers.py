@@ -37,11 +37,11 @@ class Passes:
         """Whether an exchange has happened without a `step` or `zero_grad` after it."""
         self.within = False
         """Whether this pass has had a backward inside `accumulate()`, and its last backward is still to come."""
-        self.asked = True
+        self.step_called = True
         """Whether step() was called since the last backward, with effect or without."""
         self.used: set[int] = set()
         self.samples = 0
-        self.dealing: Callable[[], None] = lambda: None
+        self.before_batch: Callable[[], None] = lambda: None
         """Called when a batch is dealt."""
         self._taken = self._taken_first = 0
         self.exchanges = 0
@@ -73,7 +73,7 @@ class Passes:
 
     def deal(self, share: Share, samples: int, number: int = 0, fingerprint: int = 0) -> None:
         """Deal a batch of an epoch, given by its number, to the present worker."""
-        self.dealing()
+        self.before_batch()
         self._taken += 1
         if self.sums:
             assert not callable(share)
@@ -136,12 +136,12 @@ class Passes:
                 "backward ran without a new batch from run.shard(), and this process carries several workers; "
                 "take every batch from run.shard(), and put all but its last backward into `with run.accumulate():`"
             )
-        if self.count > 1 and not self.asked:
+        if self.count > 1 and not self.step_called:
             raise LoopError(
                 "a worker's backward was not followed by step(), and this process carries several workers; put all but "
                 "the last backward before a step into `with run.accumulate():`"
             )
-        self.asked = False
+        self.step_called = False
         if self.pass_index == 0 and self.count > 1:
             self.complete = False
         self._compare()

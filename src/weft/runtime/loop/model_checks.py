@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 
 from weft.errors import UserError
 from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.loop.sample_shares import Count
+from weft.synchrony import Synchrony
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, device: torch.device, passes: Passes) -> None:
@@ -24,3 +26,26 @@ def check_model(model: nn.Module, optimizer: Optimizer, device: torch.device, pa
     synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if synced and passes.workers > 1 and (passes.count > 1 or device.type == "cpu"):
         raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")
+
+
+def check_reduction(reduction: str, synchrony: Synchrony) -> bool:
+    """Whether gradients are added up undivided. Raises UserError where that has no meaning."""
+    if reduction not in ("mean", "sum"):
+        raise UserError(f'reduction={reduction!r} is not known; say "mean" or "sum", as the loss function does')
+    if reduction == "sum" and not synchrony.lockstep:
+        raise UserError(
+            f'reduction="sum" adds up the gradients of one step, and under {synchrony.name} workers are at different '
+            "steps; let the loss be a mean, and leave it out"
+        )
+    return reduction == "sum"
+
+
+def check_samples(samples: Count | None, own: bool, synchrony: Synchrony) -> None:
+    """Raise UserError where `run.shard(samples=...)` has no meaning."""
+    if samples is not None and own:
+        raise UserError("samples= and own=True cannot go together; leave own=True out, and give one common loader")
+    if samples is not None and not synchrony.lockstep:
+        raise UserError(
+            f"samples= compares the batches of one step, and under {synchrony.name} workers are at different steps; "
+            "leave it out, or use bsp"
+        )

@@ -6,6 +6,7 @@ a whole.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weft.numerics import Lamb, Lars
+from weft.strategy import Strategy
+
+log = logging.getLogger(__name__)
 
 _NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax Rprop ASGD Adafactor"
 _SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)} | {Lamb, Lars}
@@ -44,12 +48,27 @@ def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
     return None
 
 
+def may_defer(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether parameters are updated as their gradients arrive; logs the reason where the schedule wants it in vain."""
+    if not strategy.schedule.defers or strategy.synchrony.eager:  # prefetching servers have nothing to defer
+        return False
+    why = why_not_partial(model, optimizer)
+    if why:
+        log.warning("%s, so the next forward waits for the whole update: right, but with less overlap", why)
+    return why is None
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether a hook observes whole steps of this optimizer."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
     everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in everyone)
+
+
+def has_scaler(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler steps this optimizer with its fused check, which looks for non-finite gradients itself."""
+    return getattr(optimizer, "found_inf", None) is not None
 
 
 class PartialStep:

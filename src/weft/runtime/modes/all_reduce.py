@@ -1,248 +1,220 @@
-"""Gradients in the buckets' memory: hooks hand them over, the engine replaces them by the mean.
+"""Workers exchange gradient buckets beside backward, and every worker's optimizer steps with the mean.
 
 A hook runs when autograd has finished a parameter. It hands the gradient to its bucket. A full bucket's gradients are
-weighed by the worker's share of the batch, in one pass into the bucket's memory, and the bucket goes to the engine. On
-a GPU the engine makes that pass, on its own stream. A parameter with a bucket to itself stays where autograd put it.
-When backward ends, `.grad` is a view of the bucket and holds the mean: whatever looks at gradients between `backward`
-and `step` sees reduced ones.
+multiplied by the worker's share of the batch, in one pass into the bucket's memory, and the bucket goes to the engine.
+On a GPU the engine makes that pass, on its own stream. A parameter with a bucket to itself stays where autograd put it.
+When backward ends, `.grad` is a view of the bucket and holds the mean: code between `backward` and `step` sees reduced
+gradients.
 
-A schedule may defer: backward then returns while means are on their way (`deferred`).
+A schedule may defer updates: backward then returns while means are still being exchanged (`engine/deferred_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from weft.errors import LoopError
-from weft.ops import Spec
-from weft.profile import Measured
+from weft.compression import State
 from weft.runtime.checks.step_status import StepStatus
-from weft.runtime.engine.buckets import BucketMemory
-from weft.runtime.engine.calibration import Calibration
+from weft.runtime.engine.bucket_layout import BucketLayout, SavedLayout
 from weft.runtime.engine.deferred_step import Deferred
 from weft.runtime.engine.engine import Engine
 from weft.runtime.engine.lazy_parameter import LazyParameter
 from weft.runtime.engine.linear_factors import Factors
+from weft.runtime.loop import refusals
 from weft.runtime.loop.between_passes import BetweenPasses
 from weft.runtime.loop.buffers import Buffers
 from weft.runtime.loop.late_changes import LateChanges, compiled
-from weft.runtime.loop.logical_workers import Passes
-from weft.runtime.record.phases import PhaseTimer
+from weft.runtime.loop.momentum import check_claims, claimed_momentum
+from weft.runtime.loop.partial_step import PartialStep, has_scaler, has_step_hooks, may_defer
+from weft.runtime.modes import Mode, RunContext
 from weft.strategy import wrapped
 
-
-@dataclass(frozen=True)
-class ResumedLayout:
-    """What an earlier part of the run knew: in which order backward finishes parameters, and what a schedule saw."""
-
-    order: Sequence[str]
-    seen: Measured | None
+log = logging.getLogger(__name__)
 
 
-class Gradients:
-    """The trainable parameters of one model and the memory their gradients live in."""
+@final
+class AllReduce(Mode):
+    """Hooks on a model's parameters, and the exchange of their gradients."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        passes: Passes,
-        phases: PhaseTimer,
-        *,
-        unused: bool,
-        defers: bool = False,
-        folder: Path | None = None,
-        known: ResumedLayout | None = None,
+        self, ctx: RunContext, model: nn.Module, optimizer: Optimizer, followers: Sequence[Any], *, unused: bool
     ) -> None:
+        super().__init__(ctx, model, optimizer, followers, unused=unused)
+        strategy, passes = ctx.strategy, ctx.passes
         named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
         self.params = [p for p in named if p.requires_grad]
         self.names = [named[p] for p in self.params]
         self.frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
-        self.engine, self.passes, self.phases = engine, passes, phases
-        self.buffers = Buffers(model, passes.workers)
-        self.unused: bool | None = unused or None  # None: the first step will tell
-        self.order: list[int] = []
-        self.in_backward = False
-        self.fresh = False
+        self.passes, self.phases = passes, ctx.phases
+        momentum = claimed_momentum(strategy, optimizer)
+        self._claims_momentum = momentum is not None
+        self.status = StepStatus(self.names, self.params, lossless=strategy.compression.lossless and not passes.sums)
+        self.engine = Engine(
+            strategy,
+            ctx.transport,
+            ctx.device,
+            ctx.seed,
+            clock=ctx.clock,
+            status=self.status,
+            momentum=momentum or 0.0,
+        )
+        ctx.phases.observe(self.engine, ctx.transport)
+        self.buckets = BucketLayout(self.engine, self.params, self.names, passes)
+        self.unused: bool | None = unused or None  # None: the first step decides
+        self.deferred = Deferred(self.engine, ctx.phases)
+        self._defers = may_defer(strategy, model, optimizer)
+        self._partial_step = PartialStep(optimizer)
+        self._late_changes = LateChanges(model, optimizer, followers, hooked=self.params)
+        self._between_passes = BetweenPasses(model, optimizer, self.params) if passes.count > 1 else None
+        needs_factors = any(layer.factors for layer in wrapped(strategy.compression))
+        self._factors = Factors(model, self.params) if needs_factors else None
+        self._finished: list[int] = []
+        """Parameters in the order in which this step's backward has finished them."""
+        self._in_backward = False
+        self._reduced = False
         """Whether means have arrived since `zero_grad`."""
-        self.late_changes: LateChanges | None = None
-        self.between_passes: BetweenPasses | None = None
-        self.local = False  # gradients that nobody else has seen are waiting, from `accumulate`
-        self.defers = defers
-        self.deferred = Deferred(engine, phases)
-        self.calibration = (
-            Calibration(engine.transport, engine.clock, self.names, folder) if engine.schedule.learns else None
-        )
-        self.status = engine.status = StepStatus(
-            self.names, self.params, lossless=engine.compression.lossless and not passes.sums
-        )
-        self.seen: Measured | None = None
-        wanted = any(layer.factors for layer in wrapped(engine.compression))
-        self.factors = Factors(model, self.params) if wanted else None
-        self._start_out(known)
+        self._accumulated = False
+        """Whether gradients from `accumulate()` wait for an exchange."""
+        if hasattr(model, "_orig_mod"):
+            log.warning("a compiled model hands over its gradients all at once: right, but without overlap")
+
+    def attach(self, layout: SavedLayout | None) -> None:
+        self.buffers = Buffers(self.model, self.passes.workers)  # as a checkpoint has restored them
+        self.buckets.start(layout, self.ctx.folder)
+        if self._between_passes is not None:
+            self.passes.before_batch = self._between_passes.next_pass
         for index, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
 
-    # --- memory -----------------------------------------------------------------------------------------------------
+    # --- step -------------------------------------------------------------------------------------------------------
 
-    def _start_out(self, known: ResumedLayout | None) -> None:
-        """The last parameter first, unless an earlier part of the run has seen more."""
-        names: Sequence[str] = list(reversed(self.names))
-        seen = None
-        if known is not None:
-            names, seen = known.order, known.seen if self.calibration else None
-        if self.calibration and seen is None and (seen := self.calibration.recall()):
-            names = list(seen.ready_s)
-        self.replayed = known is not None or seen is not None
-        if seen is not None:
-            self.calibration = None
-        index = {name: i for i, name in enumerate(self.names)}
-        self._lay_out([index[name] for name in names], seen)
+    @property
+    def _is_between_passes(self) -> bool:
+        return self._between_passes is not None and self._between_passes.between
 
-    def _lay_out(self, order: Sequence[int], seen: Measured | None = None) -> None:
-        """Buckets in the order in which backward finishes parameters; one set of memory per carried worker."""
-        self.seen = seen
-        specs = [Spec(self.names[i], tuple(self.params[i].shape), self.params[i].dtype) for i in order]
-        self.engine.timetable = self.engine.plan(specs, seen)
-        self.finished = list(order)
-        index = {name: i for i, name in enumerate(self.names)}
-        self.members = [[index[spec.name] for spec in group] for group in self.engine.timetable.buckets]
-        self.bucket_of = {i: b for b, members in enumerate(self.members) for i in members}
-        self.memory = [
-            BucketMemory(self.engine.timetable, self.members, self.params, leads=pass_index == self.passes.count - 1)
-            for pass_index in range(self.passes.count)
-        ]
+    def check_step(self) -> None:
+        if self._accumulated:
+            raise refusals.only_accumulated()
+        self._late_changes.check_parameters()
+        if not (self.passes.unstepped or self._is_between_passes):
+            self._check_by_hand()
 
-    def _rearrange(self) -> None:
-        """After the first step: buckets in the order that process 0 saw, for every process alike."""
-        order = self.engine.transport.tell(list(dict.fromkeys(self.order)))[0]
-        if order != self.finished:
-            self._move(order)
-
-    def _move(self, order: Sequence[int], seen: Measured | None = None) -> None:
-        """Lay buckets out anew, between steps, and take gradients along."""
-        self._lay_out(order, seen)
-        for i, param in enumerate(self.params):
-            if param.grad is not None:
-                self.memory[-1].put(i, param.grad, 1.0)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Everything that waits goes into its bucket now."""
-        for bucket in range(len(self.members)):
-            self.memory[self.passes.pass_index].fill(bucket)
-
-    def release(self) -> None:
-        """The gradients were cleared; those of carried workers that wait for the last turn are not meant."""
-        self.local = self.fresh = False
-        if self.deferred.stepping:
-            self.deferred.clear()
-        elif self.passes.pass_index == 0 and not self.in_backward:
-            for memory in self.memory:
-                memory.release()
-
-    def flush(self) -> None:
-        """Wait for whatever is deferred."""
-        cleared = self.deferred.clearing
-        self.deferred.flush()
-        if cleared:
-            for memory in self.memory:
-                memory.release()
-
-    def check(self) -> None:
-        """Just before an update: refuse values that are not finite."""
-        self.status.check()
-        if not self.deferred.under_way:
-            self.status.shield([self.memory[-1].contents(bucket) for bucket in range(len(self.members))])
-
-    def look_back(self) -> None:
-        """Whatever a GPU has found in the last step, before anybody relies on it; all processes call this together."""
-        if self.status.has_unread:
-            self.status.begin(self.passes.step)
-            self.status.judge(self.engine.transport.tell(self.status.message()))
-            self.status.check()
-
-    def compare_steps(self) -> None:
-        """A pass over data is over, in all processes, after the same number of steps; they call this together."""
-        self.flush()
-        words = self.status.last_message(self.passes.step)
-        self.status.judge(self.engine.transport.tell_later(lambda: words).heard())
-
-    # --- hooks ------------------------------------------------------------------------------------------------------
-
-    def _arrived(self, index: int, param: Tensor) -> None:
-        self._check_late(index, param)
-        grad = param.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise LoopError(
-                f"{self.names[index]} has a sparse gradient, which no bucket holds; build its layer with sparse=False"
-            )
-        if grad.requires_grad:
-            raise LoopError(
-                "backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one"
-            )
-        if not self.in_backward:
-            self.flush()
-            if not self.local:
-                self._check_start(index)
-        if self.passes.accumulating:
-            self.passes.accumulated()
-            self.local = True
-            return
-        if not self.in_backward:
-            self._begin()
-        self.here.add(index)
-        if self.calibration:
-            self.calibration.arrived(index)
-        self._put(index, grad)
-
-    def _check_late(self, index: int, param: Tensor) -> None:
-        """A parameter that has a gradient was used. If it is still late, nobody has waited for its update."""
-        if self.between_passes is not None and self.between_passes.between:
-            self.between_passes.next_pass()  # a worker without a batch, which `passes` refuses
-        elif type(param) is LazyParameter:
-            raise LoopError(
-                f"{self.names[index]} has a new gradient while its last one is still on its way: backward ran twice "
-                f"before step(), or torch.func did not wait; under {self.engine.schedule.name} put all but the last "
-                "backward into `with run.accumulate():`, or use the schedule fused"
-            )
-
-    def check_by_hand(self) -> None:
+    def _check_by_hand(self) -> None:
         """Just before an update that no exchange has preceded: refuse gradients that were never exchanged."""
         self.flush()
         for i, param in enumerate(self.params):
             grad = param.grad
-            if grad is not None and not (self.fresh and self.memory[-1].holds(i, grad)) and grad.any():
-                raise LoopError(
-                    f"step() without a backward, and {self.names[i]} has a gradient: it was set by hand, and the other "
-                    "workers do not know it; call loss.backward(), which exchanges gradients"
-                )
+            if grad is None or (self._reduced and self.buckets.memory[-1].holds(i, grad)):
+                continue
+            if grad.any():
+                raise refusals.set_by_hand(self.names[i])
 
-    def _check_start(self, index: int) -> None:
-        """What is left in `.grad` when the first of several carried workers starts would count for that one alone."""
+    def pass_skipped(self) -> None:
+        if self._between_passes is not None:
+            self._between_passes.hide()
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if not has_scaler(self.optimizer):
+            self._check_finite()
+        if self._claims_momentum:
+            check_claims(self.optimizer)
+        self.phases.optimizer_began()
+        if self.deferred.stepping or has_step_hooks(self.optimizer):
+            self.flush()  # a second step, or one that a hook observes as a whole
+        if self.deferred.under_way:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it
+            self.deferred.step(self._partial_step.freeze())
+            return None
+        with self._late_changes.stepping():
+            return update()
+
+    def _check_finite(self) -> None:
+        self.status.check()
+        if not self.deferred.under_way:
+            memory = self.buckets.memory[-1]
+            self.status.shield([memory.contents(bucket) for bucket in range(len(self.buckets.members))])
+
+    def zero_grad(self, clear: Callable[[], None], *, set_to_none: bool) -> None:
+        if self._is_between_passes:
+            return
+        self.passes.unstepped = False
+        if not (self.deferred.stepping and set_to_none):
+            self.flush()
+        self._accumulated = self._reduced = False
+        if self.deferred.stepping:
+            self.deferred.clear()
+        elif self.passes.pass_index == 0 and not self._in_backward:
+            self.buckets.release()
+        if not self.deferred.clearing:
+            clear()
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _arrived(self, index: int, param: Tensor) -> None:
+        """Autograd has finished a parameter."""
+        self._check_pending(index, param)
+        grad = param.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise refusals.sparse_gradient(self.names[index])
+        if grad.requires_grad:
+            raise refusals.graph_of_gradients()
+        if not self._in_backward:
+            self.flush()
+            if not self._accumulated:
+                self._check_cleared(index)
+        if self.passes.accumulating:
+            self.passes.accumulated()
+            self._accumulated = True
+            return
+        if not self._in_backward:
+            self._begin()
+        self._here.add(index)
+        if self.buckets.calibration:
+            self.buckets.calibration.arrived(index)
+        self._put(index, grad)
+
+    def _check_pending(self, index: int, param: Tensor) -> None:
+        """A parameter with a gradient was used. A pending update means that the use did not wait for it."""
+        if self._between_passes is not None and self._between_passes.between:
+            self._between_passes.next_pass()  # a worker without a batch, which `passes` refuses
+        elif type(param) is LazyParameter:
+            raise refusals.pending_update(self.names[index], self.engine.schedule.name)
+
+    def _check_cleared(self, index: int) -> None:
+        """Gradients left in `.grad` when the first of several logical workers starts would count for that one alone."""
         if self.passes.count == 1 or self.passes.pass_index:
             return
         if any(p.grad is not None and p.grad.any() for i, p in enumerate(self.params) if i != index):
-            raise LoopError(
-                "gradients of an earlier step are still there, and this process carries several workers; "
-                "call optimizer.zero_grad() in every step"
-            )
+            raise refusals.uncleared_before_pass()
+
+    def _begin(self) -> None:
+        """The first gradient of a backward. The exchange starts with the last logical worker's pass."""
+        self.passes.begin_backward()
+        if self._accumulated:
+            self.passes.accumulated()
+        self._late_changes.check_parameters()
+        self._late_changes.check_hooks()
+        self._late_changes.in_backward = self._in_backward = True
+        self._here: set[int] = set()
+        self._missing = [len(members) for members in self.buckets.members]
+        if self.passes.last:
+            self.engine.begin(self.buckets.memory, self.passes.step)
+            self.status.batches = self.passes.fingerprint
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _put(self, index: int, grad: Tensor) -> None:
-        """Weigh a gradient into the bucket of the worker whose turn it is."""
-        memory, share = self.memory[self.passes.pass_index], self.passes.share
+        """Multiply a gradient by its share, into the bucket of the worker whose pass it is."""
+        memory, share = self.buckets.current, self.passes.share
         if self.passes.unstepped and memory.holds(index, grad) and not self.engine.compression.lossless:
-            raise LoopError(
-                f"backward ran twice before step() under {self.engine.compression.name}, which would send the first "
-                "gradient again; put all but the last backward into `with run.accumulate():`"
-            )
-        if self.factors is not None and (found := self.factors.take(index, share)) is not None:
+            raise refusals.sent_twice(self.engine.compression.name)
+        if self._factors is not None and (found := self._factors.take(index, share)) is not None:
             memory.factors[index] = found
         memory.put(index, grad, share)
         if not self.passes.last:
@@ -251,100 +223,120 @@ class Gradients:
             self.passes.used.add(index)
         self._count(index)
 
-    def _begin(self) -> None:
-        """The first gradient of a backward: the exchange starts with the last carried worker's turn."""
-        self.passes.begin_backward()
-        if self.local:
-            self.passes.accumulated()
-        if self.late_changes is not None:
-            self.late_changes.check_parameters()
-            self.late_changes.check_hooks()
-            self.late_changes.in_backward = True
-        self.in_backward = True
-        self.here: set[int] = set()
-        self.missing = [len(members) for members in self.members]
-        if self.passes.last:
-            self.engine.begin(self.memory, self.passes.step)
-            self.status.batches = self.passes.fingerprint
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-
     def _count(self, index: int) -> None:
-        self.order.append(index)
-        bucket = self.bucket_of[index]
-        self.missing[bucket] -= 1
-        if self.missing[bucket] > 0:
+        self._finished.append(index)
+        bucket = self.buckets.bucket_of[index]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] > 0:
             return
         if self.engine.stream is None:
-            self.memory[self.passes.pass_index].fill(bucket)
+            self.buckets.current.fill(bucket)
         if self.passes.last:
             self.engine.ready(bucket)
 
     def _ended(self) -> None:
-        """The end of a backward: what got no gradient adds nothing; on the last turn, wait for the means."""
-        self.in_backward = False
-        if self.late_changes is not None:
-            self.late_changes.in_backward = False
-        self.local = False
+        """The end of a backward; in the last pass of a step, wait for the means or defer them."""
+        self._late_changes.in_backward = self._in_backward = False
+        self._accumulated = False
         self.phases.backward_ended()
         for i in range(len(self.params)):
-            if i not in self.here:
+            if i not in self._here:
                 self._stay(i)
         self.buffers.pass_ended(self.passes)
-        if not self.passes.last:
-            self._fill()
+        if self.passes.last:
+            self._exchanged()
         else:
-            defer = self.defers and self.unused is False and self.calibration is None and not compiled()
-            if not defer:
-                self.engine.finish()
-            self.engine.spread(self.buffers.tensors)
-            self.buffers.settled()
-            self._check_frozen()
-            if defer:
-                self.deferred.begin([[self.params[i] for i in members] for members in self.members])
-            else:
-                self._settle()
-            if not defer:
-                self.status.mark()
-            self.order = []
-            self.passes.used = set()
-            self.passes.exchanged()
-            self.fresh = True
+            self.buckets.fill()
         self.phases.exchange_ended()
-        if self.between_passes is not None and not self.passes.last:
-            self.between_passes.pass_ended()
+        if self._between_passes is not None and not self.passes.last:
+            self._between_passes.pass_ended()
         self.passes.next()
 
     def _stay(self, index: int) -> None:
-        """A parameter that this backward did not reach keeps what it has had since zero_grad, or adds nothing."""
+        """A parameter without a gradient in this backward keeps an earlier one, or adds nothing."""
         grad = self.params[index].grad
         if grad is not None:
             self._put(index, grad)
         elif self.unused is False:
-            raise LoopError(
-                f"{self.names[index]} had no gradient at step {self.passes.step + 1}, though all had one at first; "
-                "pass unused=True to run.distribute() where parameters come and go"
-            )
+            raise refusals.unused_parameter(self.names[index], self.passes.step)
         else:
-            self.memory[self.passes.pass_index].zero(index)
+            self.buckets.current.zero(index)
             self._count(index)
 
-    def _settle(self) -> None:
-        """`.grad` as one process would have it: the mean, or None for what nobody used."""
-        if self.unused is not False:
-            rows = self.engine.transport.tell([int(i in self.passes.used) for i in range(len(self.params))])
-            used = [any(flags) for flags in zip(*rows, strict=True)]
-            if self.unused is None:
-                self.unused = not all(used)
-            for i, param in enumerate(self.params):
-                param.grad = self.memory[-1].view(i) if used[i] else None
-        if self.passes.step == 0 and len(self.members) > 1 and not self.replayed:
-            self._rearrange()
-        if self.calibration and self.calibration.step_ended():
-            seen = self.calibration.learn(self.finished, self.engine.device)
-            self.calibration = None
-            self._move(self.finished, seen)
-
-    def _check_frozen(self) -> None:
+    def _exchanged(self) -> None:
+        """All gradients of a step are with the engine."""
+        defer = self._defers and self.unused is False and self.buckets.calibration is None and not compiled()
+        if not defer:
+            self.engine.finish()
+        self.engine.spread(self.buffers.tensors)
+        self.buffers.settled()
         for name, param in self.frozen:
             if param.requires_grad and param.grad is not None:
-                raise LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
+                raise refusals.unfrozen(name)
+        if defer:
+            self.deferred.begin([[self.params[i] for i in members] for members in self.buckets.members])
+        else:
+            self._set_gradients()
+            self.buckets.step_ended(self._finished)
+            self.status.mark()
+        self._finished = []
+        self.passes.used = set()
+        self.passes.exchanged()
+        self._reduced = True
+
+    def _set_gradients(self) -> None:
+        """`.grad` as one process would have it: the mean, or None for a parameter that no worker used."""
+        if self.unused is False:
+            return
+        rows = self.engine.transport.tell([int(i in self.passes.used) for i in range(len(self.params))])
+        used = [any(flags) for flags in zip(*rows, strict=True)]
+        if self.unused is None:
+            self.unused = not all(used)
+        for i, param in enumerate(self.params):
+            param.grad = self.buckets.memory[-1].view(i) if used[i] else None
+
+    # --- around a step ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        cleared = self.deferred.clearing
+        self.deferred.flush()
+        if cleared:
+            self.buckets.release()
+
+    def settle(self) -> None:
+        self.flush()
+        if self.status.has_unread:
+            self.status.begin(self.passes.step)
+            self.status.judge(self.engine.transport.tell(self.status.message()))
+            self.status.check()
+
+    def epoch_ended(self) -> None:
+        self.flush()
+        words = self.status.last_message(self.passes.step)
+        self.status.judge(self.engine.transport.tell_later(lambda: words).heard())
+
+    @property
+    def leaving(self) -> bool:
+        return self.status.leaving
+
+    def request_termination(self) -> None:
+        super().request_termination()
+        self.status.termination_requested = True
+
+    @property
+    def compressor_states(self) -> Sequence[State]:
+        return self.engine.states
+
+    def restore_compressors(self, states: Sequence[State]) -> None:
+        self.buffers.settled()
+        self.engine.states[:] = [
+            {name: {key: kept.to(self.engine.device) for key, kept in own.items()} for name, own in state.items()}
+            for state in states
+        ]
+
+    @property
+    def layout(self) -> SavedLayout:
+        return self.buckets.saved()
+
+    def detach(self) -> None:
+        self._late_changes.close()

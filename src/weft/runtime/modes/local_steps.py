@@ -1,32 +1,35 @@
-"""A worker that goes on with a copy of its own, and meets the servers now and then: `downpour`.
+"""Workers step copies of the model by themselves, and push to servers and fetch from them now and then: Downpour.
 
-`step` adds this worker's own gradients to what it has accrued and moves its copy; the optimization says after which
-steps the sum goes to the servers, and after which their model takes the copy's place. Where a run is saved or ends,
-both happen.
+`step` adds this worker's own gradients up and updates its copy; the optimization decides after which steps the sum is
+pushed, and after which the servers' model is fetched and merged. A save and the end of a run do both.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from weft.optimization import LocalSteps, State
-from weft.runtime.modes.parameter_server import Served
+from weft import optimization
+from weft.optimization import State
+from weft.runtime.modes import RunContext
+from weft.runtime.modes.parameter_server import ServerMode
 from weft.runtime.server.client import PulledModel
 from weft.runtime.server.gpu_client import GpuPull
-from weft.strategy import Strategy
 
 
-class Apart(Served):
-    """Gradients stay here until `step`, as in a loop without servers; what leaves are sums of them."""
+@final
+class LocalSteps(ServerMode):
+    """Gradients stay in this process until `step`, as in a loop without servers; their sums are pushed."""
 
-    keeps_gradients: ClassVar[bool] = True
-
-    def __init__(self, *args: Any, strategy: Strategy, **kwargs: Any) -> None:
-        super().__init__(*args, strategy=strategy, **kwargs)
-        assert isinstance(strategy.optimization, LocalSteps)
-        self.optimization = strategy.optimization
+    def __init__(
+        self, ctx: RunContext, model: nn.Module, optimizer: Optimizer, followers: Sequence[Any], *, unused: bool
+    ) -> None:
+        super().__init__(ctx, model, optimizer, followers, unused=unused)
+        assert isinstance(ctx.strategy.optimization, optimization.LocalSteps)
+        self.optimization = ctx.strategy.optimization
         self._mine: dict[str, Tensor] = {}
         """The copy as it is when the servers' model is fetched into its memory."""
         self._merge_state: dict[str, State] = {}
@@ -53,7 +56,7 @@ class Apart(Served):
         due = {exchange.what for exchange in self.optimization.due(self.passes.step)}
         self._numbers = self._hyper()
         self._accrue()
-        self.came, self._moved, self.leaving = set(), True, self.asked
+        self.came, self._moved, self._leaving = set(), True, self.termination_requested
         if "gradient" in due:
             self._push(self.passes.step)
         if "model" in due:

@@ -1,62 +1,56 @@
-"""A worker among servers: gradients leave as backward finishes them, `step` brings the new model.
+"""A worker among servers: hooks push gradients as backward finishes them, and a step pulls the new model.
 
-Under `priority` the step returns at once, and whoever touches a parameter waits for it (`late`).
+Under `priority` the step returns at once, and the first access to a parameter waits for it (`engine/lazy_parameter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from weft.errors import LoopError, UserError
+from weft.compression import State
+from weft.errors import UserError
 from weft.runtime.checks.finite import check_gradient
+from weft.runtime.checks.replicas import check_batches
+from weft.runtime.engine.bucket_layout import SavedLayout
 from weft.runtime.engine.buckets import LOOKED_AT, weigh
 from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
-from weft.runtime.launch.world import World
+from weft.runtime.loop import refusals
 from weft.runtime.loop.buffers import BufferSlots
-from weft.runtime.loop.logical_workers import Passes
+from weft.runtime.loop.partial_step import may_defer
 from weft.runtime.loop.server_owned import ServerOwned
-from weft.runtime.record.phases import PhaseTimer
+from weft.runtime.modes import Mode, RunContext
 from weft.runtime.server.bundle_state import hyper
 from weft.runtime.server.client import PulledModel, ServerClient
 from weft.runtime.server.gpu_client import GpuPull, GpuServerClient
 from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import reach, refuse
 from weft.runtime.server.protocol import Hyper
-from weft.strategy import Strategy
 
 
-class Served:
-    """Hooks on a model's parameters, and what is on its way to servers and back."""
+class ServerMode(Mode, ABC):
+    """A worker that pushes gradients to servers and pulls the model from them."""
 
-    keeps_gradients: ClassVar[bool] = False
-    """Whether `.grad` stays this worker's own until `step`, so that clipping it has an effect."""
+    connects: ClassVar[bool] = False
+    checkpoint_writers: ClassVar[int | None] = 1
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        strategy: Strategy,
-        passes: Passes,
-        phases: PhaseTimer,
-        world: World,
-        seed: int,
-        timeout_s: float,
-        unused: bool,
-        defers: bool,
+        self, ctx: RunContext, model: nn.Module, optimizer: Optimizer, followers: Sequence[Any], *, unused: bool
     ) -> None:
-        refuse(model, optimizer, world)
-        self.optimizer, self.passes, self.phases, self.timeout_s = optimizer, passes, phases, timeout_s
-        self.synchrony, self.overlaps, self.defers = strategy.synchrony, strategy.schedule.overlaps, defers
-        self.unused, self.asked, self.raw = unused, False, strategy.compression.raw
-        self.leaving = False
-        """Whether all workers leave after this step."""
+        super().__init__(ctx, model, optimizer, followers, unused=unused)
+        refuse(model, optimizer, ctx.world)
+        strategy, passes, timeout_s = ctx.strategy, ctx.passes, ctx.timeout_s
+        self.passes, self.phases, self.timeout_s = passes, ctx.phases, timeout_s
+        self.synchrony, self.overlaps = strategy.synchrony, strategy.schedule.overlaps
+        self.unused, self.raw = unused, strategy.compression.raw
+        self.defers = may_defer(strategy, model, optimizer)
+        self._leaving = False
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
         self._name_of = {id(p): name for name, p in self.named.items()}
@@ -64,7 +58,7 @@ class Served:
         self.unchanged = ServerOwned(model, self.named, optimizer)
         self._slots = BufferSlots(model, passes.workers)
         self.client: ServerClient | GpuServerClient = reach(
-            model, optimizer, strategy=strategy, world=world, rank=passes.rank, seed=seed, timeout_s=timeout_s
+            model, optimizer, strategy=strategy, world=ctx.world, rank=passes.rank, seed=ctx.seed, timeout_s=timeout_s
         )
         eager = self.synchrony.eager
         self.eager = Prefetcher(self.client, self.synchrony, self.flat, self._slots, timeout_s) if eager else None
@@ -72,11 +66,11 @@ class Served:
             if eager:
                 raise UserError("servers that send by themselves do not reach GPUs yet; use ssp, or --device cpu")
             self.client = GpuServerClient(self.client, self.flat, self.buffers, timeout_s)
-        at, self.running = self.client.join(timeout_s)
-        if self.running:  # this worker was lost, and is back: it goes on where it was
+        at, self._rejoined = self.client.join(timeout_s)
+        if self._rejoined:  # this worker was lost and continues at the servers' step
             passes.step = max(passes.step, at)
-        self._apart = len(strategy.server_topology.worker_groups(world.workers)) or world.workers
-        """How many go at a pace of their own."""
+        self._paces = len(strategy.server_topology.worker_groups(ctx.world.workers)) or ctx.world.workers
+        """Number of workers, or groups of them, that advance independently."""
         self.started = False
         self.came: set[str] = set()
         self._held: dict[str, Tensor | None] = {}
@@ -86,16 +80,70 @@ class Served:
         self._pulled: PulledModel | GpuPull | None = None
         self._cleared = True
         self._numbers: Hyper = []
-        self.local = False  # gradients from `accumulate` are waiting
+        self.local = False  # gradients from `accumulate` wait for a push
+        ctx.transport.agree_through(self.tell)
+        ctx.phases.observe(self.client, self.client)
+        if self.synchrony.lockstep:
+            passes.compare = lambda fingerprint: check_batches([row[0] for row in self.tell([fingerprint])])
+
+    # --- what the run asks ------------------------------------------------------------------------------------------
+
+    @property
+    def rejoined(self) -> bool:
+        return self._rejoined
+
+    @property
+    def leaving(self) -> bool:
+        return self._leaving
+
+    @property
+    def owns_model(self) -> bool:
+        return False
+
+    def check_step(self) -> None:
+        if self.local:
+            raise refusals.only_accumulated()
+
+    def step(self, update: Callable[[], Any]) -> None:
+        """The servers step. Hooks on the optimizer's step run here."""
+        self._step_with_hooks()
+        self.phases.exchange_ended()
+        self.phases.optimizer_began()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it
+
+    def zero_grad(self, clear: Callable[[], None], *, set_to_none: bool) -> None:
+        self.passes.unstepped = False
+        if not self.clear():
+            clear()
+
+    def settle(self) -> None:
+        self.refresh()
+
+    def before_state_dict(self) -> None:
+        self.flush()
+        if self.passes.step:
+            self.fetch()
+
+    def before_load_state_dict(self) -> None:
+        self.flush()
+        if self.started:
+            raise refusals.loaded_after_start()
+
+    @property
+    def compressor_states(self) -> Sequence[State]:
+        return [self.client.state]
+
+    def restore_compressors(self, states: Sequence[State]) -> None:
+        self.client.state = dict(states[0])
 
     @property
     def buffers(self) -> list[Tensor]:
         """The model's buffers as they are now."""
         return self._slots.tensors
 
-    def start(self) -> None:
+    def attach(self, layout: SavedLayout | None) -> None:
         """Worker 0 brings what training starts from, everyone gets it, and backward is listened to."""
-        if self.passes.rank == 0 and not self.running:
+        if self.passes.rank == 0 and not self.rejoined:
             known = {name: self.optimizer.state.get(p, {}) for name, p in self.named.items()}
             self.client.start(self.flat, known, self.buffers, self.timeout_s)
         self.client.pull(self.flat, self.buffers).wait(self.timeout_s)
@@ -116,47 +164,36 @@ class Served:
             self.local = True
             return
         if name in self.came:
-            raise LoopError(
-                "backward ran twice before step(), and the first gradient was taken already; put all but the last "
-                "backward into `with run.accumulate():`"
-            )
+            raise refusals.pushed_twice()
         if type(grad) is Away:
-            raise _uncleared()
+            raise refusals.uncleared_after_push()
         if not self.came:
             self._begin()
         self.came.add(name)
         self._take(name, param, grad)
 
-    def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
-        """A gradient is there: it leaves, now or in `step`."""
-        flat = self._weighed(name, grad)
-        given = flat if self.passes.share > 0 or not self.raw else None  # who has no batch has no gradient
-        if self.overlaps:
-            self.client.push(name, given, self.passes.step, self._coming)
-        else:
-            self._held[name] = given
-        param.grad = Away.of(grad)
-
-    def _weighed(self, name: str, grad: Tensor) -> Tensor:
-        """A gradient times this worker's share, flat, and looked at; where that can be, in one pass over memory."""
-        if grad.is_sparse or grad.is_cuda or grad.dtype not in LOOKED_AT:
-            self._check(name, grad)
-            return grad.resolve_conj().reshape(-1).mul_(self.passes.share)
-        flat = grad.reshape(-1)
-        if not weigh(flat, self.passes.share):
-            check_gradient(name, flat, self.passes.step)
-        return flat
-
     def _check(self, name: str, grad: Tensor) -> None:
         if grad.is_sparse:
-            raise LoopError(f"the gradient of {name} is sparse at step {self.passes.step + 1}; servers cannot use that")
+            raise refusals.sparse_gradient(name)
         if not grad.is_cuda:  # a GPU would be held up; its gradients are looked at on the host
             check_gradient(name, grad, self.passes.step)
+
+    @abstractmethod
+    def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """A gradient is complete."""
+
+    @abstractmethod
+    def _announce(self) -> None:
+        """Just before the first gradient of a step."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Take the step, between the hooks that the loop has registered."""
 
     def _begin(self) -> None:
         """The first gradient of a backward."""
         if not self._cleared:
-            raise _uncleared()
+            raise refusals.uncleared_after_push()
         self.passes.begin_backward()
         if self.local:
             self.passes.accumulated()
@@ -166,23 +203,12 @@ class Served:
         self.unchanged.check()
         self._announce()
 
-    def _announce(self) -> None:
-        """The servers learn what this step's gradients are to be used with."""
-        self._numbers = self._hyper()
-        kept = self.buffers if self.passes.rank == 0 and self.passes.share > 0 else ()
-        if self.eager is not None:
-            began = self.phases.clock.stamp()
-            self.eager.begin(kept)
-            self.phases.held_up(began)
-        leave = self.asked and self.synchrony.lockstep
-        self.client.begin(self.passes.step, self.passes.share, self._numbers, kept, leave=leave)
-
     def _hyper(self) -> Hyper:
         """The optimizer's numbers, as the synchrony wants them."""
         numbers = hyper(self.optimizer)
         for group in numbers:
             if isinstance(momentum := group.get("momentum"), float | int):
-                group["momentum"] = self.synchrony.momentum(momentum, self._apart)
+                group["momentum"] = self.synchrony.momentum(momentum, self._paces)
         return numbers
 
     def _ended(self) -> None:
@@ -191,8 +217,8 @@ class Served:
 
     # --- step -------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """A step, with the hooks that the loop has put on the optimizer's."""
+    def _step_with_hooks(self) -> None:
+        """A step, with the hooks that the loop has registered on the optimizer's."""
         optimizer = self.optimizer
         for hook in [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
             hook(optimizer, (), {})
@@ -203,42 +229,6 @@ class Served:
         self.unchanged.hash(self.passes.step)
         for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
             hook(optimizer, (), {})
-
-    def _step(self) -> None:
-        """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
-        self._check_gradients()
-        for name, p in self.named.items():
-            if name not in self.came and p.grad is not None:  # a backward inside accumulate() alone has reached it
-                self._take(name, p, p.grad)
-            elif name not in self.came:
-                self._absent(name)
-                self.client.push(name, None, self.passes.step, self._coming)
-        for name, grad in self._held.items():
-            self.client.push(name, grad, self.passes.step)
-        if self._held:
-            self.client.pushed(self.timeout_s)  # nothing overlaps
-        self._held = {}
-        if self._numbers != self._hyper():
-            raise LoopError(
-                "the optimizer's numbers have changed between backward() and step(), and the servers have stepped with "
-                "the old ones; change them (a scheduler's step()) after step()"
-            )
-        self.came = set()
-        if self.eager is not None:
-            self.eager.step()
-            self.leaving = self.asked
-            return
-        self._bring(self.buffers)
-
-    def _check_gradients(self) -> None:
-        """What has gone to the servers is what they step with."""
-        for name in self.came:
-            if type(self.named[name].grad) is not Away:
-                raise LoopError(
-                    f"the gradient of {name} was replaced or removed between backward() and step(), and the servers "
-                    "have it already; freeze a parameter with requires_grad_(False) before forward, or use another "
-                    "topology, such as direct"
-                )
 
     def _bring(self, buffers: Sequence[Tensor]) -> None:
         """Ask for the model, and wait for it; or have whoever touches a parameter wait."""
@@ -260,10 +250,7 @@ class Served:
 
     def _absent(self, name: str) -> None:
         if not self.unused:
-            raise LoopError(
-                f"{name} had no gradient at step {self.passes.step + 1}; if parameters come and go, say "
-                "run.distribute(..., unused=True)"
-            )
+            raise refusals.unused_parameter(name, self.passes.step)
 
     def _touched(self, param: LazyParameter) -> None:
         assert self._pulled is not None
@@ -289,7 +276,7 @@ class Served:
                 self._enter(name, pulled)
                 make_ready(p)
         pulled.wait(self.timeout_s)
-        self.leaving = pulled.leaving if self.synchrony.lockstep else self.asked
+        self._leaving = pulled.leaving if self.synchrony.lockstep else self.termination_requested
 
     def refresh(self) -> None:
         """Until the whole model is there, with this worker's own updates in it."""
@@ -319,6 +306,74 @@ class Served:
             self.client.close()
 
 
+@final
+class ParameterServer(ServerMode):
+    """Gradients leave as soon as autograd has finished them, or in `step` where the schedule does not overlap."""
+
+    def check_clip(self) -> None:
+        raise refusals.no_clipping_with_servers()
+
+    def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """A gradient is there: it leaves, now or in `step`."""
+        flat = self._weighed(name, grad)
+        given = flat if self.passes.share > 0 or not self.raw else None  # who has no batch has no gradient
+        if self.overlaps:
+            self.client.push(name, given, self.passes.step, self._coming)
+        else:
+            self._held[name] = given
+        param.grad = Away.of(grad)
+
+    def _weighed(self, name: str, grad: Tensor) -> Tensor:
+        """A gradient times this worker's share, flat, and looked at; where that can be, in one pass over memory."""
+        if grad.is_sparse or grad.is_cuda or grad.dtype not in LOOKED_AT:
+            self._check(name, grad)
+            return grad.resolve_conj().reshape(-1).mul_(self.passes.share)
+        flat = grad.reshape(-1)
+        if not weigh(flat, self.passes.share):
+            check_gradient(name, flat, self.passes.step)
+        return flat
+
+    def _announce(self) -> None:
+        """The servers learn what this step's gradients are to be used with."""
+        self._numbers = self._hyper()
+        kept = self.buffers if self.passes.rank == 0 and self.passes.share > 0 else ()
+        if self.eager is not None:
+            began = self.phases.clock.stamp()
+            self.eager.begin(kept)
+            self.phases.held_up(began)
+        leave = self.termination_requested and self.synchrony.lockstep
+        self.client.begin(self.passes.step, self.passes.share, self._numbers, kept, leave=leave)
+
+    def _step(self) -> None:
+        """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
+        self._check_gradients()
+        for name, p in self.named.items():
+            if name not in self.came and p.grad is not None:  # a backward inside accumulate() alone has reached it
+                self._take(name, p, p.grad)
+            elif name not in self.came:
+                self._absent(name)
+                self.client.push(name, None, self.passes.step, self._coming)
+        for name, grad in self._held.items():
+            self.client.push(name, grad, self.passes.step)
+        if self._held:
+            self.client.pushed(self.timeout_s)  # nothing overlaps
+        self._held = {}
+        if self._numbers != self._hyper():
+            raise refusals.options_changed_after_push()
+        self.came = set()
+        if self.eager is not None:
+            self.eager.step()
+            self._leaving = self.termination_requested
+            return
+        self._bring(self.buffers)
+
+    def _check_gradients(self) -> None:
+        """What has gone to the servers is what they step with."""
+        for name in self.came:
+            if type(self.named[name].grad) is not Away:
+                raise refusals.changed_after_push(name)
+
+
 class Away(Tensor):
     """A gradient that has gone to the servers: whoever touches it would see this worker's share alone."""
 
@@ -332,23 +387,13 @@ class Away(Tensor):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise LoopError(
-            "a gradient was touched that has gone to the servers, where it becomes part of the mean; clipping and "
-            "scaling between backward() and step() are not built for servers yet"
-        )
+        raise refusals.pushed_gradient_read()
 
 
 _HARMLESS = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
-
-
-def _uncleared() -> LoopError:
-    return LoopError(
-        "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() in "
-        "every step"
-    )
 
 
 def _flat(name: str, param: Tensor) -> Tensor:

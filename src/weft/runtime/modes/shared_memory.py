@@ -7,14 +7,51 @@ optimizer steps them in place. There is nothing else to it: no gradients are exc
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError, PeerLost, UserError
+from weft.runtime.checks.finite import LocalFiniteCheck
+from weft.runtime.engine.bucket_layout import SavedLayout
+from weft.runtime.loop.partial_step import has_scaler
+from weft.runtime.modes import Mode, RunContext
+
+
+@final
+class SharedMemory(Mode):
+    """Each worker's own optimizer steps the shared model."""
+
+    connects: ClassVar[bool] = False
+
+    def __init__(
+        self, ctx: RunContext, model: nn.Module, optimizer: Optimizer, followers: Sequence[Any], *, unused: bool
+    ) -> None:
+        super().__init__(ctx, model, optimizer, followers, unused=unused)
+        self._finite = LocalFiniteCheck(*zip(*model.named_parameters(), strict=True))
+
+    def attach(self, layout: SavedLayout | None) -> None:
+        world = self.ctx.world
+        if not world.meeting or world.layout.workers > world.layout.processes:
+            raise UserError(
+                "shared_memory takes one machine and a process for each worker; start it with `weft train`, without "
+                "--nodes and --processes"
+            )
+        folder = Path(world.meeting)
+        share(self.model, self.optimizer, folder, first=world.process == 0, timeout_s=self.ctx.timeout_s)
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if not has_scaler(self.optimizer):
+            self._finite.check(self.ctx.passes.step)
+        self.ctx.phases.optimizer_began()
+        return update()
+
+    def settle(self) -> None:
+        self._finite.look_back(self.ctx.passes.step)
 
 
 def share(model: nn.Module, optimizer: Optimizer, folder: Path, *, first: bool, timeout_s: float) -> None:

@@ -25,7 +25,7 @@ class Clock:
     """Takes timestamps in the order of the device's work, and converts them to seconds later."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.start = self.stamp()
 
     def stamp(self) -> Stamp:

@@ -17,10 +17,28 @@ from weft.errors import UserError
 from weft.ops import Spec
 from weft.runtime.launch.spec import Launch
 from weft.runtime.launch.world import World
+from weft.runtime.record.clock import Clock
+from weft.runtime.record.events import Recorder, progress_pipe
 from weft.runtime.record.files import write_json, write_text, writing
 from weft.runtime.record.run_folder import read_json, typed
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
+
+
+def open_recorder(
+    folder: Path | None, strategy: Strategy, world: World, clock: Clock, seed: int, steps: int | None
+) -> Recorder | None:
+    """The recorder of this process, where there is a run folder or a launcher that shows progress."""
+    main = world.process == 0
+    tell = progress_pipe() if main else None
+    if folder is None and tell is None:
+        return None
+    recorder = Recorder(folder, world.process, clock, tell, trace=os.environ.get("WEFT_TRACE") == "1")
+    recorder.about = {"steps": steps, "workers": world.processes}
+    recorder.marks = {int(step) for step in os.environ.get("WEFT_MARKS", "").split(",") if step}
+    if folder is not None and main:
+        describe(folder, strategy, world, clock.device, seed, steps)
+    return recorder
 
 
 def describe(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import nn
+
 from weft.runtime.record.clock import Clock, Spans, Stamp
 from weft.runtime.record.events import Recorder, Values
 
@@ -34,6 +36,16 @@ class PhaseTimer:
         self.waited: list[tuple[Stamp, Stamp]] = []
         self.updates: list[tuple[Stamp, Stamp]] = []
         self._reset(clock.stamp())
+
+    def observe(self, engine: SpanSource, sender: ByteCounter) -> None:
+        """Take the exchange's spans and the bytes sent from these, from here on."""
+        self.engine, self.sender = engine, sender
+
+    def attach(self, model: nn.Module) -> None:
+        """Stamp the forwards of a model in training; a compiled model's are not stamped."""
+        if self.recorder and not hasattr(model, "_orig_mod"):
+            model.register_forward_pre_hook(lambda module, _: self.forward_began() if module.training else None)
+            model.register_forward_hook(lambda module, *_: self.forward_ended() if module.training else None)
 
     def _reset(self, began: Stamp) -> None:
         self.began = began

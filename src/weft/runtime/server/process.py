@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import queue
-import random
 import signal
 import socket
 import threading
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +30,7 @@ from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.world import World
+from weft.runtime.loop.rng import seed_everything
 from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
 from weft.runtime.server.bundle_state import BundleState, part_optimizer
@@ -136,9 +135,7 @@ class ServerRun:
         self.device = torch.device("cpu")
         self.rank, self.step, self.workers, self.is_main = 0, 0, world.workers, False
         self.folder: Path | None = None
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_everything(seed)
 
     def distribute(
         self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"

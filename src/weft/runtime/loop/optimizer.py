@@ -1,0 +1,90 @@
+"""The user's optimizer and followers, patched on their instances.
+
+`step` takes effect when the gradients of all logical workers of this process are complete; so do schedulers, scalers
+and averages that were passed along. `zero_grad` goes through the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from weft.errors import UserError
+from weft.runtime.loop import refusals
+from weft.runtime.modes import Mode
+
+_FOLLOWED = ("step", "update", "unscale_", "update_parameters", "zero_grad")
+
+
+class PatchedOptimizer:
+    """One optimizer of the user's and the objects that follow it."""
+
+    def __init__(self, optimizer: Optimizer, followers: Sequence[Any], mode: Mode) -> None:
+        self.optimizer, self.mode, self.passes, self.phases = optimizer, mode, mode.ctx.passes, mode.ctx.phases
+        self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
+        self._scheduled = any(isinstance(follower, LRScheduler) for follower in followers)
+        self._patch()
+        if self.passes.count > 1:
+            for follower in followers:
+                self._follow(follower)
+        self._check_scheduler()
+
+    def _patch(self) -> None:
+        optimizer = self.optimizer
+
+        def weft_step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        def weft_zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
+            self.mode.zero_grad(lambda: self._zero_grad(set_to_none), set_to_none=set_to_none)
+
+        if hasattr(self._step, "_wrapped_by_lr_sched"):
+            weft_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.register_state_dict_pre_hook(lambda _: self.mode.before_state_dict())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.mode.before_load_state_dict())
+        # bound methods, as a scheduler that is made later expects them
+        optimizer.step = MethodType(weft_step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(weft_zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """`optimizer.step()` as the loop calls it."""
+        passes = self.passes
+        if closure is not None and not self.mode.accepts_closure:
+            raise refusals.closure()
+        self._check_scheduler()
+        self.mode.check_step()
+        passes.step_called = True
+        if not passes.complete:
+            self.mode.pass_skipped()
+            return None
+        result = self.mode.step(lambda: self._step(closure) if closure is not None else self._step())
+        samples = passes.samples
+        passes.stepped()
+        self.phases.step_ended(passes.step, samples)
+        return result
+
+    def _follow(self, follower: Any) -> None:
+        """Let a scheduler, a scaler or an average act only when the optimizer does."""
+        for name in _FOLLOWED:
+            act = getattr(follower, name, None)
+            if act is not None:
+                setattr(follower, name, self._when_complete(act))
+
+    def _when_complete(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def weft_act(*args: Any, **kwargs: Any) -> Any:
+            self.passes.step_called = True
+            return act(*args, **kwargs) if self.passes.complete else None
+
+        return weft_act
+
+    def _check_scheduler(self) -> None:
+        """Refuse a scheduler that was not passed along, where it would step once for each logical worker."""
+        if self.passes.count > 1 and hasattr(self.optimizer.step, "_wrapped_by_lr_sched") and not self._scheduled:
+            raise UserError(
+                "a scheduler follows the optimizer, and this process carries several workers; make it first and pass "
+                "it along: model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
+            )

@@ -1,0 +1,107 @@
+"""Loops that would train wrong: one error for each, with its remedy, for all modes."""
+
+from __future__ import annotations
+
+from weft.errors import LoopError
+
+
+def sparse_gradient(name: str) -> LoopError:
+    return LoopError(f"{name} has a sparse gradient, which cannot be exchanged; build its layer with sparse=False")
+
+
+def graph_of_gradients() -> LoopError:
+    return LoopError("backward(create_graph=True) cannot be distributed; use torch.autograd.grad for the inner one")
+
+
+def unused_parameter(name: str, step: int) -> LoopError:
+    return LoopError(
+        f"{name} had no gradient at step {step + 1}, though all parameters had one before; pass unused=True to "
+        "run.distribute() where parameters come and go"
+    )
+
+
+def only_accumulated() -> LoopError:
+    return LoopError("step() after a backward inside accumulate() alone; leave the last backward outside of it")
+
+
+def closure() -> LoopError:
+    return LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
+
+
+def pending_update(name: str, schedule: str) -> LoopError:
+    return LoopError(
+        f"{name} has a new gradient while its last update is pending: backward ran twice before step(), or torch.func "
+        f"did not wait; under {schedule} put all but the last backward into `with run.accumulate():`, or use the "
+        "schedule fused"
+    )
+
+
+def sent_twice(compression: str) -> LoopError:
+    return LoopError(
+        f"backward ran twice before step() under {compression}, which would send the first gradient again; put all but "
+        "the last backward into `with run.accumulate():`"
+    )
+
+
+def pushed_twice() -> LoopError:
+    return LoopError(
+        "backward ran twice before step(), and the first gradient was pushed already; put all but the last backward "
+        "into `with run.accumulate():`"
+    )
+
+
+def set_by_hand(name: str) -> LoopError:
+    return LoopError(
+        f"step() without a backward, and {name} has a gradient: it was set by hand, and the other workers do not have "
+        "it; call loss.backward(), which exchanges gradients"
+    )
+
+
+def uncleared_before_pass() -> LoopError:
+    return LoopError(
+        "gradients of an earlier step are still there, and this process carries several workers; call "
+        "optimizer.zero_grad() in every step"
+    )
+
+
+def uncleared_after_push() -> LoopError:
+    return LoopError(
+        "backward adds to the gradients of the step before, which the servers have; call optimizer.zero_grad() in "
+        "every step"
+    )
+
+
+def unfrozen(name: str) -> LoopError:
+    return LoopError(f"{name} was frozen at run.distribute() and trains now; unfreeze it before that call")
+
+
+def changed_after_push(name: str) -> LoopError:
+    return LoopError(
+        f"the gradient of {name} was replaced or removed between backward() and step(), and the servers have it "
+        "already; freeze a parameter with requires_grad_(False) before forward, or use another topology, such as direct"
+    )
+
+
+def pushed_gradient_read() -> LoopError:
+    return LoopError(
+        "a gradient was used after it was pushed to the servers, where it becomes part of the mean; clipping and "
+        "scaling between backward() and step() are not possible with servers"
+    )
+
+
+def options_changed_after_push() -> LoopError:
+    return LoopError(
+        "the optimizer's options have changed between backward() and step(), and the servers have stepped with the old "
+        "ones; change them (a scheduler's step()) after step()"
+    )
+
+
+def no_clipping_with_servers() -> LoopError:
+    return LoopError("run.clip() needs the mean of all gradients, which only the servers have; leave it out there")
+
+
+def loaded_after_start() -> LoopError:
+    return LoopError(
+        "the servers have the optimizer's state, and do not see a state that is loaded here; load it before "
+        "run.distribute(), or resume from a checkpoint of Weft's"
+    )
