@@ -41,6 +41,8 @@ ROOT = Path(__file__).parents[2]
 MAX_RUNS = 100
 """A kept process is replaced after this many calls: each engine leaves a thread that waits for ever."""
 GRACE_S = 0.2
+SERVER_GRACE_S = 5.0
+"""How long servers may outlive workers that have all failed: outside of a launcher nobody ends them."""
 READ_ONCE = ("WEFT_PEER_TIMEOUT_S", "WEFT_SANITIZE")
 """Variables that a process reads once, at its first use of a library; a run that sets one has processes of its own."""
 
@@ -99,7 +101,13 @@ class Pool:
         for member, env in zip(members, environments, strict=True):
             member.send(env, call)
         until = time.monotonic() + timeout_s
-        outcomes = [member.outcome(until) for member in members]
+        outcomes: list[Outcome | None] = []
+        for member, env in zip(members, environments, strict=True):
+            if "WEFT_SERVER" in env and all(outcome is None or outcome[0] != "value" for outcome in outcomes):
+                until = min(
+                    until, time.monotonic() + SERVER_GRACE_S
+                )  # every worker has failed, perhaps before it joined
+            outcomes.append(member.outcome(until))
         for member, outcome in zip(members, outcomes, strict=True):
             if outcome is None:
                 member.end()

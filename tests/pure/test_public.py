@@ -39,6 +39,7 @@ def test_public_names() -> None:
             "distribute",
             "is_main",
             "log",
+            "passes",
             "rank",
             "report",
             "save",

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from weft.compression import State
 from weft.runtime.checks.step_status import StepStatus
+from weft.runtime.engine.backward_pass import BackwardPass
 from weft.runtime.engine.bucket_layout import BucketLayout, SavedLayout
 from weft.runtime.engine.deferred_step import Deferred
 from weft.runtime.engine.engine import Engine
@@ -73,9 +74,8 @@ class AllReduce(Mode):
         self._late_changes = LateChanges(model, optimizer, followers, hooked=self.params)
         self._between_passes = BetweenPasses(model, optimizer, self.params) if passes.count > 1 else None
         needs_factors = any(layer.factors for layer in wrapped(strategy.compression))
-        self._factors = Factors(model, self.params) if needs_factors else None
-        self._finished: list[int] = []
-        """Parameters in the order in which this step's backward has finished them."""
+        factors = Factors(model, self.params) if needs_factors else None
+        self._backward = BackwardPass(self.buckets, factors)
         self._in_backward = False
         self._reduced = False
         """Whether means have arrived since `zero_grad`."""
@@ -175,10 +175,9 @@ class AllReduce(Mode):
             return
         if not self._in_backward:
             self._begin()
-        self._here.add(index)
         if self.buckets.calibration:
             self.buckets.calibration.arrived(index)
-        self._put(index, grad)
+        self._backward.put(index, grad)
 
     def _check_pending(self, index: int, param: Tensor) -> None:
         """A parameter with a gradient was used. A pending update means that the use did not wait for it."""
@@ -202,46 +201,19 @@ class AllReduce(Mode):
         self._late_changes.check_parameters()
         self._late_changes.check_hooks()
         self._late_changes.in_backward = self._in_backward = True
-        self._here: set[int] = set()
-        self._missing = [len(members) for members in self.buckets.members]
+        self._backward.begin()
         if self.passes.last:
             self.engine.begin(self.buckets.memory, self.passes.step)
             self.status.batches = self.passes.fingerprint
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-
-    def _put(self, index: int, grad: Tensor) -> None:
-        """Multiply a gradient by its share, into the bucket of the worker whose pass it is."""
-        memory, share = self.buckets.current, self.passes.share
-        if self.passes.unstepped and memory.holds(index, grad) and not self.engine.compression.lossless:
-            raise refusals.sent_twice(self.engine.compression.name)
-        if self._factors is not None and (found := self._factors.take(index, share)) is not None:
-            memory.factors[index] = found
-        memory.put(index, grad, share)
-        if not self.passes.last:
-            self.params[index].grad = None
-        if share > 0.0:
-            self.passes.used.add(index)
-        self._count(index)
-
-    def _count(self, index: int) -> None:
-        self._finished.append(index)
-        bucket = self.buckets.bucket_of[index]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] > 0:
-            return
-        if self.engine.stream is None:
-            self.buckets.current.fill(bucket)
-        if self.passes.last:
-            self.engine.ready(bucket)
 
     def _ended(self) -> None:
         """The end of a backward; in the last pass of a step, wait for the means or defer them."""
         self._late_changes.in_backward = self._in_backward = False
         self._accumulated = False
         self.phases.backward_ended()
-        for i in range(len(self.params)):
-            if i not in self._here:
-                self._stay(i)
+        for i in self._backward.unreached():
+            self._stay(i)
         self.buffers.pass_ended(self.passes)
         if self.passes.last:
             self._exchanged()
@@ -256,12 +228,11 @@ class AllReduce(Mode):
         """A parameter without a gradient in this backward keeps an earlier one, or adds nothing."""
         grad = self.params[index].grad
         if grad is not None:
-            self._put(index, grad)
+            self._backward.put(index, grad)
         elif self.unused is False:
             raise refusals.unused_parameter(self.names[index], self.passes.step)
         else:
-            self.buckets.current.zero(index)
-            self._count(index)
+            self._backward.zero(index)
 
     def _exchanged(self) -> None:
         """All gradients of a step are with the engine."""
@@ -277,9 +248,9 @@ class AllReduce(Mode):
             self.deferred.begin([[self.params[i] for i in members] for members in self.buckets.members])
         else:
             self._set_gradients()
-            self.buckets.step_ended(self._finished)
+            self.buckets.step_ended(self._backward.finished)
             self.status.mark()
-        self._finished = []
+        self._backward.finished = []
         self.passes.used = set()
         self.passes.exchanged()
         self._reduced = True

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from weft import optimization
 from weft.optimization import State
 from weft.runtime.modes import RunContext
-from weft.runtime.modes.parameter_server import ServerMode
+from weft.runtime.modes.server_mode import ServerMode
 from weft.runtime.server.client import PulledModel
 from weft.runtime.server.gpu_client import GpuPull
 

@@ -218,7 +218,7 @@ class ServerClient:
         for client in self.clients:
             client.close()
 
-    def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def receive_memory(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Memory for values that arrive while the model is still in use."""
         return {name: torch.empty_like(flat) for name, flat in model.items()}
 

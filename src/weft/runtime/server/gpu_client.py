@@ -96,7 +96,7 @@ class GpuServerClient:
     def sent_bytes(self) -> float:
         return self.inner.sent_bytes
 
-    def room(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def receive_memory(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Values that arrive early wait in pinned memory, not on the GPU."""
         return model
 

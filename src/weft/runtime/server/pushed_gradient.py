@@ -1,0 +1,33 @@
+"""A gradient that was pushed to servers: any other use would see one worker's share alone, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.loop import refusals
+
+
+class PushedGradient(Tensor):
+    """A gradient that has gone to the servers: whoever touches it would see this worker's share alone."""
+
+    @staticmethod
+    def of(grad: Tensor) -> Tensor:
+        pushed: Tensor = grad.as_subclass(PushedGradient)
+        return pushed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise refusals.pushed_gradient_read()
+
+
+_HARMLESS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
