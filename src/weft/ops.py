@@ -151,6 +151,10 @@ class Round:
     """Where the size depends on values: `nbytes` is what is likely, this the most there can be."""
 
 
+SMALL_BYTES = 64 * 2**10
+"""A payload below this size is not worth a message of its own."""
+
+
 def nbytes(payload: Payload) -> int:
     """Bytes that a payload takes on the wire."""
     return sum(part.numel() * part.element_size() for part in payload)

@@ -170,6 +170,13 @@ class Strategy:
 def conflicts(strategy: Strategy) -> Iterator[Conflict]:
     """Every reason why a strategy cannot run. All rules of legality are here; the planner uses the same."""
     synchrony, topology, compression = strategy.synchrony, strategy.topology, strategy.compression
+    if str(strategy.partition) != DEFAULTS["partition"]:
+        yield Conflict(
+            str(strategy.partition),
+            str(topology),
+            why="every worker still holds the whole model",
+            instead=f"'{DEFAULTS['partition']} / {synchrony} / {topology}'",
+        )
     if strategy.has_local_steps:
         yield from _accruing(strategy)
     if isinstance(topology, CollectiveTopology) and not synchrony.lockstep:

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 from weft.ops import Spec
 from weft.schedule import Rounds, Slot, Timetable
 
-SMALL = 64 * 2**10
-"""Bytes below which a parameter does not get its own message to a server."""
-
 
 def wave(groups: Iterable[Sequence[Spec]], rounds: Rounds) -> Timetable:
     """Buckets start one after another. Before each start, every bucket in progress takes its next round."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from weft.ops import Spec
+from weft.ops import SMALL_BYTES, Spec
 from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
-from weft.schedule._wave import SMALL, wave
+from weft.schedule._wave import wave
 from weft.units import Size
 
 
@@ -30,7 +30,7 @@ class Fused(Schedule):
 
     @property
     def key_bytes(self) -> tuple[int, int]:
-        return min(self.bucket, SMALL), super().key_bytes[1]
+        return min(self.bucket, SMALL_BYTES), super().key_bytes[1]
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         closed: list[list[Spec]] = []

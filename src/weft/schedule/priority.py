@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from weft.ops import Scatter, Spec
+from weft.ops import SMALL_BYTES, Scatter, Spec
 from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Slot, Timetable
 from weft.schedule._wave import of_one_dtype
 from weft.units import Size
 
-_LEAST = 64 * 2**10
 _STARTS = 0.05
 """The fraction of a step's longer side, compute or communication, that may be spent on latency."""
 
@@ -34,7 +33,7 @@ class Priority(Schedule):
     """The largest part; smaller parts let urgent ones overtake sooner."""
     credit: Size = Size(16 * 2**20)
     """Bytes on the wire at once: enough to keep it busy, few enough to let urgent parts overtake."""
-    least: Size = Size(_LEAST)
+    least: Size = Size(SMALL_BYTES)
     """Adjacent parameters smaller than this share a bucket, so that latency is paid once. The default grows where
     calibration shows that latency would take too long; any other value is used as given."""
 
@@ -62,7 +61,7 @@ class Priority(Schedule):
     def _least(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None) -> int:
         """`least`, doubled until all latencies together take a small fraction of backward or of the wire's time."""
         least = int(self.least)
-        if seen is None or least != _LEAST:
+        if seen is None or least != SMALL_BYTES:
             return least
         wire_s = float(seen.cost.seconds(sum(each.nbytes for each in rounds(specs))))
         allowed_s = _STARTS * max([wire_s, *seen.ready_s.values()])

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from weft.ops import Spec
+from weft.ops import SMALL_BYTES, Spec
 from weft.profile import Measured
 from weft.schedule import Rounds, Schedule, Timetable
-from weft.schedule._wave import SMALL, wave
+from weft.schedule._wave import wave
 
 
 @final
@@ -19,7 +19,7 @@ class Sequential(Schedule):
 
     @property
     def key_bytes(self) -> tuple[int, int]:
-        return SMALL, super().key_bytes[1]
+        return SMALL_BYTES, super().key_bytes[1]
 
     def timetable(self, specs: Sequence[Spec], rounds: Rounds, seen: Measured | None = None) -> Timetable:
         return wave([specs], rounds)

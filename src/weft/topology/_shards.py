@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.ops import Spec
+from weft.ops import SMALL_BYTES, Spec
 from weft.topology._parts import bounds
 
-SMALL = 64 * 2**10
-"""Bytes below which a parameter is not worth a message of its own, let alone several."""
 _COMPANY = 12
 """So many ranges travel together at most: a frame has sixteen parts."""
 
@@ -48,7 +46,7 @@ def shards(specs: Sequence[Spec], servers: int, *, whole: bool = False) -> list[
     """
     found: list[list[Range]] = [[] for _ in range(servers)]
     loads = [0] * servers
-    apart = [spec for spec in specs if whole or spec.nbytes < SMALL * servers]
+    apart = [spec for spec in specs if whole or spec.nbytes < SMALL_BYTES * servers]
     for spec in specs:
         for server, (start, stop) in enumerate(bounds(spec.numel, servers) if spec not in apart else ()):
             found[server].append(Range(spec.name, start, stop))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from weft.runtime.loop.tensor_metadata import METADATA_READS
+
 Touched = Callable[["LazyParameter"], None]
 """Called when a lazy parameter or its gradient is accessed; returns when the parameter is updated."""
 
@@ -31,7 +33,7 @@ class LazyParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS:
+        if func in METADATA_READS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with _outside_transforms():
@@ -47,12 +49,6 @@ class LazyParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._touched(self)
         return self.__reduce_ex__(protocol)
-
-
-_HARMLESS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
 
 
 def _outside_transforms() -> AbstractContextManager[Any]:

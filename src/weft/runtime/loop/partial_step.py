@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from weft.numerics import Lamb, Lars
+from weft.runtime.loop.optimizer_kinds import is_separable
 from weft.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
-_NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax Rprop ASGD Adafactor"
-_SEPARABLE = {getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name)} | {Lamb, Lars}
-
 
 def why_not_partial(model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why this model's parameters cannot be updated one after another; None if they can."""
-    if type(optimizer) not in _SEPARABLE:
+    if not is_separable(optimizer):
         return f"{type(optimizer).__name__} may use several parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a differentiable optimizer steps as a whole"

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError, PeerLost, UserError
-from weft.numerics import Lamb, Lars
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.world import World
+from weft.runtime.loop.optimizer_kinds import is_elementwise, is_separable
 from weft.runtime.loop.rng import seed_everything
 from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
@@ -46,20 +46,13 @@ log = logging.getLogger(__name__)
 _MEET_S = 300.0
 _RENDEZVOUS_RETRY_S = 10.0
 
-_ELEMENTWISE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
-_ELEMENTWISE |= {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
-_ELEMENTWISE |= {torch.optim.Rprop, torch.optim.ASGD}
-"""Optimizers that update every value independently, so that a parameter may be cut."""
-_BY_PARAMETER = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
-_BY_PARAMETER |= {Lamb, Lars}
-
 
 def divided(model: nn.Module, optimizer: Optimizer, strategy: Strategy, servers: int) -> list[list[Bundle]]:
     """The bundles of each server. Parameters are not cut if the optimizer or the compressor needs whole ones."""
     specs = trained(model)
     alone = not strategy.compression.raw
     least, most = strategy.schedule.key_bytes
-    whole = alone or type(optimizer) not in _ELEMENTWISE
+    whole = alone or not is_elementwise(optimizer)
     found = shards(specs, servers, whole=whole)
     if not all(found):
         raise UserError(
@@ -74,7 +67,7 @@ def trained(model: nn.Module) -> list[Spec]:
 
 def refuse(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Raise UserError for a model or optimizer that servers cannot train, or could train wrong."""
-    if type(optimizer) not in _ELEMENTWISE | _BY_PARAMETER:
+    if not is_separable(optimizer):
         raise UserError(
             f"{type(optimizer).__name__} may use several parameters at once, but servers update them one by one; use "
             "another optimizer, or another topology, such as direct"

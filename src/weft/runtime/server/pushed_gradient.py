@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.loop import refusals
+from weft.runtime.loop.tensor_metadata import METADATA_READS
 
 
 class PushedGradient(Tensor):
@@ -21,13 +22,7 @@ class PushedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
+        if func in METADATA_READS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise refusals.pushed_gradient_read()
-
-
-_HARMLESS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_sparse", "grad_fn", "is_leaf")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}

@@ -1,0 +1,208 @@
+"""One file is one answer: a file in a folder of the user's own is found, checked, trained with, and really called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.process.commands import Command
+
+HEAD = """
+from __future__ import annotations
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, final
+
+def observed(what):
+    Path(os.environ["OBSERVED"], what).touch()
+"""
+FILES = {
+    "compression/flipped.py": """
+from weft.compression import Compressor
+from weft.ops import Round, Sum
+import torch
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Flipped(Compressor):
+    \"\"\"Gradients with the opposite sign on the wire: decoded to the same bits.\"\"\"
+
+    lossless: ClassVar[bool] = True
+
+    def exchange(self, bucket, state, ctx):
+        observed(f"exchange-{ctx.workers}")
+        total = yield Sum(-torch.cat([piece.grad for piece in bucket.pieces]))
+        for piece, mean in zip(bucket.pieces, total.split([p.mean.numel() for p in bucket.pieces])):
+            piece.mean.copy_(-mean)
+        return state
+
+    def rounds(self, specs, workers):
+        return (Round(Sum, sum(spec.nbytes for spec in specs)),)
+""",
+    "topology/star.py": """
+from weft.ops import All, Recv, Scatter, Send, Sum
+from weft.topology import CollectiveTopology
+from weft.topology._parts import pairwise, pairwise_seconds
+from weft.topology.direct import Direct
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Star(CollectiveTopology):
+    \"\"\"Everybody sends to worker 0, which sends the sum back.\"\"\"
+
+    exact: ClassVar[bool] = False
+
+    def lower(self, op, me, place):
+        if isinstance(op, Scatter):
+            return (yield from pairwise(op, me, place))
+        if isinstance(op, All):
+            return (yield from Direct().lower(op, me, place))
+        observed(f"lower-{me}")
+        total = op.payload.clone()
+        if me:
+            yield Send(0, (total,))
+            (total,) = yield Recv(0, (total,))
+            return total
+        for other in range(1, place.workers):
+            (theirs,) = yield Recv(other, (total,))
+            total = total + theirs
+        for other in range(1, place.workers):
+            yield Send(other, (total.clone(),))
+        return total
+
+    def seconds(self, op, nbytes, place):
+        if op is not Sum:
+            return pairwise_seconds(nbytes, place)
+        return 2 * (place.workers - 1) * (place.latency_s + nbytes / place.bytes_per_s)
+
+    def wire_bytes(self, op, nbytes, workers):
+        return float((workers - 1) * nbytes)
+""",
+    "synchrony/uneven.py": """
+from weft.synchrony import Synchrony
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Synchrony):
+    \"\"\"Worker 0 may be three steps ahead, every other worker one.\"\"\"
+
+    lockstep: ClassVar[bool] = False
+
+    def may_start(self, me, view):
+        observed(f"may_start-{me}")
+        return view.clocks[me] - view.slowest <= (3 if me == 0 else 1)
+
+    def quorum(self, view):
+        return 1
+
+    def correct(self, grad, now, read, staleness):
+        return grad
+""",
+    "optimization/halfway.py": """
+from weft.optimization import Exchange, LocalSteps
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Halfway(LocalSteps):
+    \"\"\"A worker that meets the servers every second step, half way.\"\"\"
+
+    @property
+    def period(self):
+        return 2
+
+    def local_update(self, param, grad, hyper):
+        observed("local_update")
+        param.add_(grad, alpha=-float(hyper["lr"]) / 2)
+
+    def due(self, step):
+        observed("due")
+        return (Exchange(what="gradient"), Exchange(what="model")) if step % 2 else ()
+
+    def merge(self, side, mine, theirs, state):
+        observed(f"merge-{side}")
+        return (mine + theirs) / 2, state
+""",
+    "schedule/pairs.py": """
+from weft.schedule import Schedule
+from weft.schedule._wave import wave
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Schedule):
+    \"\"\"Two parameters at a time.\"\"\"
+
+    def timetable(self, specs, rounds, seen=None):
+        observed("timetable")
+        return wave([list(specs[at : at + 2]) for at in range(0, len(specs), 2)], rounds)
+""",
+    "partition/halves.py": """
+from weft.partition import Partition
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Halves(Partition):
+    \"\"\"Half of the model on each worker.\"\"\"
+""",
+}
+JOB = """
+import torch, weft
+run = weft.init(steps=6)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = run.distribute(model, optimizer)
+data = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+for x in run.shard(torch.utils.data.DataLoader(data, batch_size=4), epochs=None):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(loss=loss)
+"""
+
+
+@pytest.fixture
+def mine(scratch: Path) -> dict[str, str]:
+    for name, text in FILES.items():
+        (scratch / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (scratch / "mine" / name).write_text(HEAD + text)
+    (scratch / "job.py").write_text(JOB)
+    (scratch / "observed").mkdir()
+    return {"WEFT_PATH": str(scratch / "mine"), "OBSERVED": str(scratch / "observed")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls"),
+    [
+        ("bsp / ring / flipped", {"exchange-2"}),
+        ("bsp / parameter_server / flipped", {"exchange-1"}),
+        ("bsp / star", {"lower-0", "lower-1"}),
+        ("uneven / parameter_server", {"may_start-0", "may_start-1"}),
+        ("halfway / asp / parameter_server", {"local_update", "due", "merge-worker"}),
+        ("bsp / direct / pairs", {"timetable"}),
+    ],
+)
+def test_an_answer_in_one_file_trains(
+    strategy: str, calls: set[str], mine: dict[str, str], scratch: Path, weft: Command
+) -> None:
+    done = weft("train", "job.py", "-n", 2, "--strategy", strategy, "--json", "-", cwd=scratch, **mine)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["strategy"] == strategy and summary["steps"] == 6
+    assert {file.name for file in (scratch / "observed").iterdir()} >= calls
+
+
+def test_a_lossless_compressor_of_ones_own_changes_no_bit(mine: dict[str, str], scratch: Path, weft: Command) -> None:
+    losses = []
+    for strategy in ("bsp / direct", "bsp / direct / flipped", "bsp / parameter_server / flipped"):
+        done = weft("train", "job.py", "-n", 2, "--strategy", strategy, "--json", "-", cwd=scratch, **mine)
+        losses.append(json.loads(done.stdout)["final_loss"])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_partition_of_ones_own_is_refused_for_now(mine: dict[str, str], scratch: Path, weft: Command) -> None:
+    done = weft("check", "halves / bsp / direct", cwd=scratch, **mine)
+    assert done.returncode == 2 and "replicated" in done.stderr and len(done.stderr.strip().splitlines()) == 1
