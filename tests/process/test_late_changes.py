@@ -243,7 +243,7 @@ def overtaken(act: Callable[..., Any]) -> str:
 def test_a_gradient_that_overtakes_an_update_is_refused(act: Callable[..., Any]) -> None:
     strategy = "bsp / direct / priority(partition=128B, credit=300B, least=64B)"
     for said in spawn(2, overtaken, act, WEFT_STRATEGY=strategy):
-        assert "has a new gradient while its last one is still on its way" in said
+        assert "has a new gradient while its last update is pending" in said
 
 
 # --- several workers in one process ---------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_what_a_killed_launcher_left_goes_with_the_next(scratch: Path, weft: Com
 
 
 def test_a_save_that_fails_on_another_rank_is_told(scratch: Path, weft: Command) -> None:
-    body = "if run.rank == 1: import weft.runtime.checkpoint.state as saving; saving.contribute = full"
+    body = "if run.rank == 1: import weft.runtime.checkpoint.writer as saving; saving.contribute = full"
     path = script(scratch, body)
     path.write_text("def full(*_): raise OSError(28, 'No space left on device')\n" + path.read_text())
     done = weft("train", path, "-n", 2, "--save-every", 2, cwd=scratch, WEFT_TIMEOUT_S="4")

@@ -49,7 +49,7 @@ MISUSED = {
     "optimizer.state[model.spare]['momentum_buffer'] = torch.zeros(3)": "the servers have the optimizer's state",
     "optimizer.state = {}": "the optimizer's state was changed",
     "optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0]['params'][0].grad.mul_(2) and None)": (
-        "a gradient was touched that has gone to the servers"
+        "a gradient was used after it was pushed to the servers"
     ),
     "optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0]['params'][0].data.zero_())": (
         "spare was changed outside of the optimizer"
@@ -60,7 +60,7 @@ MISUSED = {
     "model[0].bias.detach().mul_(2)": "0.bias was changed outside of the optimizer",
     "optimizer.zero_grad = lambda: 0": "optimizer.zero_grad() in every step",
     "run.clip(1.0)": "leave it out there",
-    "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "a gradient was touched that has gone to the servers",
+    "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "a gradient was used after it was pushed to the servers",
     "optimizer.load_state_dict(optimizer.state_dict())": "the servers have the optimizer's state",
     "(model(x).sum() + model.spare.sum()).backward()": "backward ran twice before step()",
 }
@@ -147,7 +147,7 @@ def test_parameters_that_are_late_are_what_they_were(kind: str) -> None:
 
 
 def test_a_second_optimizer_is_refused_though_gradients_are_late() -> None:
-    with pytest.raises(ChildError, match="a gradient was touched that has gone to the servers"):
+    with pytest.raises(ChildError, match="a gradient was used after it was pushed to the servers"):
         spawn(2, unusual, "two optimizers", WEFT_STRATEGY="bsp / colocated / priority")
 
 

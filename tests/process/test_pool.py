@@ -21,7 +21,7 @@ from tests.process.training import fit, regression
 from weft.axis import catalogue
 from weft.compression import _coded
 from weft.runtime import run as runs
-from weft.runtime.checks import step_status
+from weft.runtime.checks import replicas
 
 STRATEGIES = {
     "all-reduce": "bsp / direct / error_feedback(topk(ratio=0.1)) / fused(bucket=1KiB, first=100B)",
@@ -47,7 +47,7 @@ def disturb() -> None:
     numpy.random.seed(99)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(2)
-    _coded.A_ROUND, step_status.HASH_EVERY = 1, 1
+    _coded.A_ROUND, replicas.HASH_EVERY = 1, 1
     os.environ["WEFT_SEED"] = "99"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
@@ -71,7 +71,7 @@ def state() -> dict[str, Any]:
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
         "drawn": (torch.rand(3).tolist(), numpy.random.rand()),  # a fork seeds Python's own generator anew
-        "constants": (_coded.A_ROUND, step_status.HASH_EVERY),
+        "constants": (_coded.A_ROUND, replicas.HASH_EVERY),
         "signal": signal.getsignal(signal.SIGTERM),
         "warnings": [each[0] for each in warnings.filters],
         "folder": os.getcwd(),

@@ -18,6 +18,7 @@ from tests.process.harness import spawn
 from weft.profile import Measured
 from weft.runtime.engine.engine import Engine
 from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
+from weft.runtime.modes.all_reduce import AllReduce
 
 PRIORITY = "bsp / direct / priority(partition=512B, credit=2KiB, least=64B)"
 PLAIN = "bsp / direct / wfbp"
@@ -248,13 +249,13 @@ def learning(folder: str) -> tuple[Any, Any]:
     run = weft.init(steps=6, out=folder)
     model, data = model_and_data(run.workers * 6)
     model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert run._gradients is not None
-    first = run._gradients.engine.timetable
+    assert isinstance(run._mode, AllReduce)
+    first = run._mode.engine.timetable
     for x, y in run.shard(data):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    last = run._gradients.engine.timetable
+    last = run._mode.engine.timetable
     run.close()
     return first, last
 
