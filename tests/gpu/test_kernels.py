@@ -53,7 +53,7 @@ MORE = ["qsgd(levels=7)", "qsgd(levels=127, bucket=64)", "int8(block=8)", "int8(
 
 @pytest.mark.parametrize("text", [*CODED, *MORE])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("behind", [False, True], ids=["at once", "with what was owed"])
+@pytest.mark.parametrize("pending", [False, True], ids=["at once", "with what was owed"])
 def test_codes_are_those_of_plain_paths(text: str, kind: str, pending: bool, fast: Any) -> None:
     """Decoders give the same bits; encoders differ by a last bit at most, where they add up in another order."""
     compression = of(text)
@@ -70,7 +70,7 @@ def test_codes_are_those_of_plain_paths(text: str, kind: str, pending: bool, fas
                     residual.cpu(),
                 )
             )
-        (code, residual), (plain_code, plain_owed) = found
+        (code, residual), (plain_code, plain_residual) = found
         due = before + x if pending else x
         outs = []
         for fast.fast, add in itertools.product((True, False), repeat=2):
@@ -81,7 +81,7 @@ def test_codes_are_those_of_plain_paths(text: str, kind: str, pending: bool, fas
         assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
         assert torch.equal(residual, due - outs[1])
         size = float(due.abs().max()) + 1e-37
-        assert float((residual - plain_owed).abs().max()) <= 1e-5 * size or not torch.equal(code, plain_code)
+        assert float((residual - plain_residual).abs().max()) <= 1e-5 * size or not torch.equal(code, plain_code)
         differing = int((code != plain_code).sum())
         assert differing <= 0.02 * code.numel() + 16 * -(-count // 8)
 
