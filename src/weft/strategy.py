@@ -209,14 +209,14 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             yield Conflict(
                 str(outer),
                 str(inner),
-                why=f"{inner.name} sends everything, so nothing is ever owed",
+                why=f"{inner.name} sends everything, so there is no residual",
                 instead=f"'{inner}' alone, or error_feedback(topk)",
             )
         if outer.tracks_residual and not inner.approximates:
             yield Conflict(
                 str(outer),
                 str(inner),
-                why=f"{inner} does not approximate the gradient, so what it leaves out cannot be owed",
+                why=f"{inner} does not approximate the gradient, so the rest is no residual",
                 instead=f"'{inner}' alone, or error_feedback(topk), or error_feedback(sign(scaled=true))",
             )
 

@@ -362,7 +362,7 @@ def test_powersgd_warms_up_to_the_best_approximation() -> None:
     [
         ("error_feedback(sign)", "does not approximate the gradient"),
         ("error_feedback(random_k(scaled=true))", "does not approximate the gradient"),
-        ("error_feedback(dense)", "nothing is ever owed"),
+        ("error_feedback(dense)", "there is no residual"),
         ("error_feedback(only(error_feedback(topk)))", "keeps the same account twice"),
         ("mixed(error_feedback(error_feedback(topk)))", "keeps the same account twice"),
         ("only(dgc)", "takes the momentum over for all parameters"),

@@ -44,10 +44,10 @@ class LocalSteps(ServerMode):
         """It stays where it is."""
 
     def _announce(self) -> None:
-        """Servers hear of a sum when it comes."""
+        """A sum is announced with its push."""
 
     def clear(self) -> bool:
-        """What was not accrued by a step counts for nothing: a scaler skips one, say."""
+        """Gradients that no step has accumulated are dropped, as when a scaler skips a step."""
         self.came, self.local = set(), False
         return super().clear()
 
@@ -90,8 +90,8 @@ class LocalSteps(ServerMode):
         return grads
 
     def _push(self, step: int) -> None:
-        """What was accrued goes to the servers, in memory that nobody here touches again."""
-        self.client.pushed(self.timeout_s)  # word of a push must not overtake the push before it
+        """Push the accumulated gradients; their memory is not touched again."""
+        self.client.pushed(self.timeout_s)  # the announcement of a push must not overtake the push before it
         for name, total in self._accrued.items():
             self._check(name, total)
         share = sum(self._shares) / len(self._shares)
@@ -102,7 +102,7 @@ class LocalSteps(ServerMode):
         self._accrued, self._shares = {}, []
 
     def _fetch_model(self) -> None:
-        """Merge the servers' model into the copy; what worker 0 has made of buffers stays until it has pushed."""
+        """Merge the servers' model into the copy; worker 0 keeps its own buffers until it has pushed them."""
         for name, flat in self.flat.items():
             if name in self._mine:
                 self._mine[name].copy_(flat)
@@ -121,7 +121,7 @@ class LocalSteps(ServerMode):
         return early
 
     def meet(self) -> None:
-        """The servers get what was accrued, with the last step's numbers, and this worker has their model."""
+        """Push the accumulated gradients with the last step's options, and fetch the servers' model."""
         self.flush()
         if self._accrued:
             self._push(self.passes.step - 1)

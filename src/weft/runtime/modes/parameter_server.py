@@ -24,9 +24,9 @@ class ParameterServer(ServerMode):
         raise refusals.no_clipping_with_servers()
 
     def _take(self, name: str, param: Tensor, grad: Tensor) -> None:
-        """A gradient is there: it leaves, now or in `step`."""
+        """Push a gradient now, or in `step` where the schedule does not overlap."""
         flat = self._weighed(name, grad)
-        given = flat if self.passes.share > 0 or not self.raw else None  # who has no batch has no gradient
+        given = flat if self.passes.share > 0 or not self.raw else None  # a worker without a batch has no gradient
         if self.overlaps:
             self.client.push(name, given, self.passes.step, self._coming)
         else:
@@ -44,7 +44,7 @@ class ParameterServer(ServerMode):
         return flat
 
     def _announce(self) -> None:
-        """The servers learn what this step's gradients are to be used with."""
+        """Announce the step: its share, the optimizer's options and, by worker 0, the buffers."""
         self._numbers = self._hyper()
         kept = self.buffers if self.passes.rank == 0 and self.passes.share > 0 else ()
         if self.eager is not None:
@@ -55,7 +55,7 @@ class ParameterServer(ServerMode):
         self.client.begin(self.passes.step, self.passes.share, self._numbers, kept, leave=leave)
 
     def _step(self) -> None:
-        """The servers step; returns when this worker may go on, or when it may start to, with what has come by then."""
+        """Push what is left and pull the model. Returns when the synchrony lets this worker start its next step."""
         self._check_gradients()
         for name, p in self.named.items():
             if name not in self.came and p.grad is not None:  # a backward inside accumulate() alone has reached it
@@ -78,7 +78,7 @@ class ParameterServer(ServerMode):
         self._bring(self.buffers)
 
     def _check_gradients(self) -> None:
-        """What has gone to the servers is what they step with."""
+        """The servers step with the gradients that were pushed; a later change would be lost."""
         for name in self.came:
             if type(self.named[name].grad) is not PushedGradient:
                 raise refusals.changed_after_push(name)

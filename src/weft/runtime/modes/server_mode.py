@@ -1,4 +1,4 @@
-"""A worker among servers, whatever it pushes and when: joining, pulling the model, and what a run may ask of it."""
+"""A worker among servers: joins them, pulls the model, and fulfils the contract of a mode. Subclasses push."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ServerMode(Mode, ABC):
         if self.synchrony.lockstep:
             passes.compare = lambda fingerprint: check_batches([row[0] for row in self.tell([fingerprint])])
 
-    # --- what the run asks ------------------------------------------------------------------------------------------
+    # --- the contract of a mode -------------------------------------------------------------------------------------
 
     @property
     def rejoined(self) -> bool:
@@ -139,7 +139,7 @@ class ServerMode(Mode, ABC):
         return self._slots.tensors
 
     def attach(self, layout: SavedLayout | None) -> None:
-        """Worker 0 brings what training starts from, everyone gets it, and backward is listened to."""
+        """Worker 0 uploads the initial model, every worker pulls it, and hooks are registered."""
         if self.passes.rank == 0 and not self.rejoined:
             known = {name: self.optimizer.state.get(p, {}) for name, p in self.named.items()}
             self.client.start(self.flat, known, self.buffers, self.timeout_s)
@@ -228,7 +228,7 @@ class ServerMode(Mode, ABC):
             hook(optimizer, (), {})
 
     def _bring(self, buffers: Sequence[Tensor]) -> None:
-        """Ask for the model, and wait for it; or have whoever touches a parameter wait."""
+        """Pull the model and wait for it; under a deferring schedule the first access to a parameter waits instead."""
         self._pulled = self.client.pull(self.flat, buffers)
         if not self.defers:
             self.flush()
@@ -241,7 +241,7 @@ class ServerMode(Mode, ABC):
             make_lazy(p, self._touched)
 
     def clear(self) -> bool:
-        """zero_grad(): returns whether that is done already, without touching what is still to come."""
+        """`zero_grad()`. Returns whether gradients are cleared already, so that pending parameters stay untouched."""
         self._cleared = True
         return self.defers and self._pulled is not None
 
@@ -257,14 +257,14 @@ class ServerMode(Mode, ABC):
         make_ready(param)
 
     def _enter(self, name: str, pulled: PulledModel | GpuPull) -> bool:
-        """Wait for a parameter, and put it where it belongs. Returns whether it was not there yet."""
+        """Wait for a pulled parameter and copy it into the model. Returns whether it had not arrived yet."""
         early = pulled.wait_for(name, self.timeout_s)
         if self._coming is not None:
             self.flat[name].copy_(self._coming[name])
         return early
 
     def flush(self) -> None:
-        """Until the whole model of the last step is there."""
+        """Wait for the whole model of the last step."""
         pulled, self._pulled = self._pulled, None
         if pulled is None:
             return
@@ -276,7 +276,7 @@ class ServerMode(Mode, ABC):
         self._leaving = pulled.leaving if self.synchrony.lockstep else self.termination_requested
 
     def refresh(self) -> None:
-        """Until the whole model is there, with this worker's own updates in it."""
+        """Wait for the whole model, this worker's own updates included."""
         self.flush()
         if self.eager is not None:
             self.eager.refresh()
@@ -291,7 +291,7 @@ class ServerMode(Mode, ABC):
                 self.optimizer.state[self.named[name]] = known
 
     def tell(self, values: Sequence[int]) -> list[list[int]]:
-        """Everyone's numbers, by worker; this one's for those who are gone."""
+        """The numbers of all workers, by rank; this worker's own in place of a lost worker's."""
         return [row if row is not None else list(values) for row in self.client.tell(values, self.timeout_s)]
 
     def close(self, *, well: bool) -> None:

@@ -55,7 +55,7 @@ class SharedMemory(Mode):
 
 
 def share(model: nn.Module, optimizer: Optimizer, folder: Path, *, first: bool, timeout_s: float) -> None:
-    """Move a model's parameters into memory that is shared with whoever shares in the same folder.
+    """Move a model's parameters into memory that is shared by all processes that use the same folder.
 
     From then on a step raises LoopError where the loop has given a parameter other memory.
     """

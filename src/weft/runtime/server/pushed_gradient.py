@@ -13,7 +13,7 @@ from weft.runtime.loop.tensor_metadata import METADATA_READS
 
 
 class PushedGradient(Tensor):
-    """A gradient that has gone to the servers: whoever touches it would see this worker's share alone."""
+    """A gradient that was pushed: reading it would give this worker's share alone."""
 
     @staticmethod
     def of(grad: Tensor) -> Tensor:
