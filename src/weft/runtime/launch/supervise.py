@@ -81,9 +81,7 @@ def attend(
             if not chunk:
                 pipes.unregister(key.fileobj)
             if speaker is None:
-                *lines, told = (told + chunk).split(b"\n")
-                for line in lines:
-                    on_progress(json.loads(line))
+                told = _tell(told + chunk, on_progress)
             else:
                 _relay(speaker, key.fd, chunk, on_line)
         failed = [child for child in children if child.over() and child.process.returncode not in (0, TERMINATED)]
@@ -100,7 +98,20 @@ def attend(
         if failed:
             time.sleep(0.3)  # failures that follow from a lost peer appear within moments
             break
+    while any(key.data is None for key, _ in pipes.select(timeout=0)):  # the last steps of a run that has just ended
+        chunk = os.read(progress.fileno(), 65536)
+        if not chunk:
+            break
+        told = _tell(told + chunk, on_progress)
     _drain(children, pipes, on_line)
+
+
+def _tell(text: bytes, on_progress: Callable[[dict[str, Any]], None]) -> bytes:
+    """Report every whole line of progress; returns the beginning of the next one."""
+    *lines, rest = text.split(b"\n")
+    for line in lines:
+        on_progress(json.loads(line))
+    return rest
 
 
 @contextmanager
