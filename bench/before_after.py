@@ -59,14 +59,14 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="A checkout of the commit before.")
     parser.add_argument("what", choices=("overhead", "compare"))
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("words", nargs="*", help="After --, arguments of the command.")
-    options = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it, arguments of the command
+    options, words = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     checkouts = {"before": options.before.resolve(), "after": AFTER}
     seen: dict[str, list[dict[str, tuple[float, float | None]]]] = {name: [] for name in checkouts}
     with cpu_share() as share:
         for number in range(options.rounds):
             for name in checkouts if number % 2 == 0 else reversed(checkouts):
-                seen[name].append(once(checkouts[name], options.what, options.words))
+                seen[name].append(once(checkouts[name], options.what, words))
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     for label in seen["after"][0]:
         steps = {name: [each[label][0] for each in seen[name]] for name in checkouts}
