@@ -42,6 +42,7 @@ OURS = {
     "priority": "bsp / direct / priority",
     "mg_wfbp": "bsp / ring / mg_wfbp",
 }
+PRELOADED = ("weft.runtime.run", "torch._dynamo", "torch.nn.parallel", "weft.lab.peers", "weft.lab.instruments.sleep")
 PEERS = {"ddp": "ddp", "ddp again": "ddp", "ddp-tuned": "ddp-tuned"}
 
 
@@ -59,21 +60,30 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["ddp", "ddp again"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    importlib.import_module("weft.runtime.run")  # once, for all that are forked
+    for module in PRELOADED:  # once, for all that are forked
+        importlib.import_module(module)
     contenders = [Contender(name=name, strategy=Strategy.parse(OURS.get(name, name))) for name in options.only]
     contenders += [Contender(name=name, peer=PEERS[name]) for name in options.peers]
     args = ("--size", options.size) if options.size else ()
     task = Task(job=options.job, args=args, steps=options.steps + WARMUP)
     rows: dict[str, list[list[float]]] = {contender.name: [] for contender in contenders}
     cpu: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in contenders}
+    exposed: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(options.rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
             with tempfile.TemporaryDirectory() as folder:
-                steps, share = once(task, contender, number, Path(folder) / "run", options.hosts, options.launcher)
+                out = Path(folder) / "run"
+                steps, share = once(task, contender, number, out, options.hosts, options.launcher)
+                exposed[contender.name] += [event["exposed_s"] for event in events_of(out)[WARMUP:]]
             rows[contender.name].append(steps)
             cpu[contender.name].append(share)
             print(f"round {number} {contender.name}: {1e3 * statistics.median(steps):.1f} ms", file=sys.stderr)
-    table(options, rows, cpu)
+    table(options, rows, cpu, exposed)
+
+
+def events_of(out: Path) -> list[dict[str, float]]:
+    """The steps of process 0."""
+    return [json.loads(line) for line in (out / "events-0.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def once(
@@ -103,9 +113,8 @@ def once(
         failed = wait([one(words, place) for place in places])
     if failed:
         sys.exit(f"{contender.name} failed")
-    events = [json.loads(line) for line in (out / "events-0.jsonl").read_text(encoding="utf-8").splitlines()]
     spent = [after - earlier for after, earlier in zip(_ticks(), before, strict=True)]
-    return [event["step_s"] for event in events][WARMUP:], (spent[0] / spent[2], spent[1] / spent[2])
+    return [event["step_s"] for event in events_of(out)][WARMUP:], (spent[0] / spent[2], spent[1] / spent[2])
 
 
 def start(words: list[str], env: dict[str, str]) -> int:
@@ -144,13 +153,17 @@ def _ticks() -> tuple[int, int, int]:
 
 
 def table(
-    options: argparse.Namespace, rows: dict[str, list[list[float]]], cpu: dict[str, list[tuple[float, float]]]
+    options: argparse.Namespace,
+    rows: dict[str, list[list[float]]],
+    cpu: dict[str, list[tuple[float, float]]],
+    exposed: dict[str, list[float]],
 ) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = {"torchrun": 1, "plain": cores}.get(options.launcher, max(1, cores // options.hosts))
     print(f"{options.job} {options.size}: {options.hosts} processes of {threads} threads on {cores} cores, ", end="")
     print(f"{options.launcher}, {options.rounds} rounds of {options.steps} steps, real compute")
-    print(f"{'':24} {'step ms':>8} {'quartiles':>15} {'x ddp':>7} {'of each round':>26} {'cpu %':>6} {'steal %':>7}")
+    print(f"{'':24} {'step ms':>8} {'quartiles':>15} {'x ddp':>7} {'of each round':>26} ", end="")
+    print(f"{'exposed ms':>10} {'cpu %':>6} {'steal %':>7}")
     result = {}
     base = [statistics.median(steps) for steps in rows["ddp"]]
     for name, rounds in rows.items():
@@ -158,9 +171,10 @@ def table(
         low, middle, high = statistics.quantiles(every, n=4)
         ratios = [statistics.median(steps) / ddp for steps, ddp in zip(rounds, base, strict=True)]
         share, steal = (statistics.mean(pair[at] for pair in cpu[name]) for at in (0, 1))
+        waited = "" if name in PEERS else f"{1e3 * statistics.median(exposed[name]):.1f}"
         each = " ".join(f"{ratio:.3f}" for ratio in ratios)
         print(f"{name:24} {1e3 * middle:8.1f} {1e3 * low:7.1f} {1e3 * high:7.1f} ", end="")
-        print(f"{statistics.median(ratios):7.3f} {each:>26} {100 * share:6.1f} {100 * steal:7.2f}")
+        print(f"{statistics.median(ratios):7.3f} {each:>26} {waited:>10} {100 * share:6.1f} {100 * steal:7.2f}")
         result[name] = {"step_s": middle, "quartiles_s": [low, high], "ratios": ratios, "cpu": share, "steal": steal}
     again = statistics.median(result["ddp again"]["ratios"]) if "ddp again" in result else 1.0
     print(f"ddp against itself: {again:.3f}" + ("; not measurable here" if abs(again - 1) > 0.015 else ""))
