@@ -5,8 +5,8 @@
 
 Ways alternate, round by round, in buffers that are used again; the figure is the median of the rounds, with quartiles
 and the share of the copy's rate. The limit is the time of reading the values once. "Encode" is everything up to the
-last message, "rest owed" the same with what it leaves out, "feedback" the whole of error_feedback, which adds what is
-owed to the gradient before.
+last message, "residual" the same with the unsent part written for the next step, "feedback" the whole of
+error_feedback, which adds the residual to the gradient before.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def main() -> None:
     for text in args.ways:
         ways[f"{text}, encode"] = encoder(text, x, spec, other)
         if Strategy.parse(text).compression.approximates:
-            ways[f"{text}, encode, rest owed"] = encoder(text, x, spec, other, residual)
+            ways[f"{text}, encode, residual"] = encoder(text, x, spec, other, residual)
             ways[f"{text}, feedback"] = encoder(f"error_feedback({text})", x, spec, other)
         opened = decoder(text, x, spec, other)
         if opened is not None:

@@ -322,24 +322,3 @@ def test_a_full_disk(scratch: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "cannot be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_an_answer_of_ones_own_is_one_file(scratch: Path, weft: Command) -> None:
-    """CONTRIBUTING's path: a compressor as one file in a folder shows in the catalogue, the laws and a real run."""
-    mine = scratch / "mine" / "compression"
-    mine.mkdir(parents=True)
-    source = Path(__file__).parents[2] / "CONTRIBUTING.md"
-    code = source.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    (mine / "halved.py").write_text(code)
-    env = {"WEFT_PATH": str(scratch / "mine")}
-    rows = json.loads(weft("answers", "compression", "--json", "-", cwd=scratch, **env).stdout)["rows"]
-    assert "halved" in [row["name"] for row in rows]
-    assert weft("check", "bsp / ring / error_feedback(halved)", cwd=scratch, **env).returncode == 0
-    run = weft(
-        "train", script(scratch), "-n", 2, "--strategy", "error_feedback(halved)", "--json", "-", cwd=scratch, **env
-    )
-    assert json.loads(run.stdout)["strategy"] == "bsp / direct / error_feedback(halved)", run.stderr
-    laws = Path(__file__).parents[1] / "pure" / "laws"
-    tested = [sys.executable, "-m", "pytest", str(laws), "-q", "-k", "halved", "-p", "no:cacheprovider"]
-    done = subprocess.run(tested, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.process.commands import Command
+from tests.process.commands import WEFT, Command
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = re.compile(r"`mine/(\w+/(\w+)\.py)`:\n\n```python\n(.*?)```.*?```\n(.*?)```", re.DOTALL)
+EXAMPLES = EXAMPLE.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+"""By example of CONTRIBUTING.md: its file, its name, the code, and the commands that follow."""
 
 HEAD = """
 from __future__ import annotations
@@ -172,6 +182,30 @@ def mine(scratch: Path) -> dict[str, str]:
     (scratch / "job.py").write_text(JOB)
     (scratch / "observed").mkdir()
     return {"WEFT_PATH": str(scratch / "mine"), "OBSERVED": str(scratch / "observed")}
+
+
+def test_contributing_has_examples_of_two_questions() -> None:
+    assert [file for file, *_ in EXAMPLES] == ["compression/halved.py", "synchrony/median_bound.py"]
+
+
+@pytest.mark.parametrize(("file", "name", "code", "commands"), EXAMPLES, ids=[name for _, name, *_ in EXAMPLES])
+def test_an_answer_of_ones_own_is_one_file(file: str, name: str, code: str, commands: str, scratch: Path) -> None:
+    """CONTRIBUTING.md as it stands: the file shows in the catalogue, is checked, trains, and is held to the laws."""
+    (scratch / "mine" / file).parent.mkdir(parents=True)
+    (scratch / "mine" / file).write_text(code)
+    env = os.environ | {"WEFT_PATH": str(scratch / "mine")}
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    said = {}
+    for program, first, *more in map(shlex.split, commands.splitlines()):
+        started = [*WEFT, first] if program == "weft" else [*pytest_here, str(ROOT / first)]
+        done = subprocess.run(
+            [*started, *more], cwd=scratch, env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[first] = done.stdout
+    assert list(said) == ["answers", "check", "train", "tests/pure/laws"]
+    assert re.search(rf"^\w+ +{name} ", said["answers"], re.MULTILINE) and name in said["check"]
+    assert re.search(rf"strategy: .*\b{name}\b", said["train"]) and " passed" in said["tests/pure/laws"]
 
 
 @pytest.mark.parametrize(
