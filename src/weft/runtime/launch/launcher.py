@@ -10,8 +10,6 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +24,7 @@ from weft.errors import JobError, nearest
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.rendezvous import Rendezvous
 from weft.runtime.launch.spec import Launch
+from weft.runtime.launch.start import Start, can_fork, start_new, template
 from weft.runtime.launch.supervise import (
     Child,
     Terminated,
@@ -71,8 +70,9 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
     ):
         progress, progress_in = os.pipe()
         try:
-            for child in _start(spec, job, folder, meeting, progress_in):
-                children.append(child)
+            with _starter(spec) as start:
+                for child in _start(spec, job, folder, meeting, progress_in, start):
+                    children.append(child)
         finally:
             os.close(progress_in)
         with (
@@ -118,19 +118,46 @@ def _ended() -> Iterator[list[Child]]:
         end_all(children)
 
 
-def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int) -> Iterator[Child]:
-    here = (spec.count + spec.servers) // spec.nodes - spec.external_ranks
-    threads = max(1, (os.cpu_count() or 1) // here)
+@contextmanager
+def _starter(spec: Launch) -> Iterator[Callable[[int], Start]]:
+    """How each process on this machine is started, by its local rank."""
+    if spec.seats:
+        yield lambda local: start_new(spec.seats[local].enter, spec.module)
+    elif _here(spec) > 1 and can_fork():
+        with template(spec.module, {**os.environ, **_common(spec)}) as start:
+            yield lambda _: start
+    else:
+        yield lambda _: start_new((), spec.module)
+
+
+def _here(spec: Launch) -> int:
+    """The number of processes of the run on this machine."""
+    return (spec.count + spec.servers) // spec.nodes - spec.external_ranks
+
+
+def _common(spec: Launch) -> dict[str, str]:
+    """Variables that Python and its libraries read when they start, equal in all processes."""
+    threads = str(max(1, (os.cpu_count() or 1) // _here(spec)))
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "WEFT_LAUNCHER": str(os.getpid()),
+    }
+
+
+def _start(
+    spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int, start: Callable[[int], Start]
+) -> Iterator[Child]:
+    here, common = _here(spec), _common(spec)
     key_file = spec.key_file.absolute() if spec.key_file else None
     if spec.servers and key_file is None:
         key_file = Key.make(folder / "key").file
     for local in range(here):
         rank = spec.node_rank * ((spec.count + spec.servers) // spec.nodes) + local
         env = {**os.environ, **meeting, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(min(here, spec.count))}
-        env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        env |= {"WEFT_LAUNCHER": str(os.getpid()), "WEFT_WORD": str(folder)}
+        env |= {**common, "WEFT_WORD": str(folder)}
         said = _said(spec, job, rank) | {
-            "WEFT_PROGRESS_FD": progress if rank == 0 else None,
+            "WEFT_PROGRESS_FD": None,
             "WEFT_KEY_FILE": key_file,
             "WEFT_MEETING": folder if spec.nodes == 1 and not spec.rendezvous_address else None,
         }
@@ -138,19 +165,9 @@ def _start(spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progr
             env.pop(key, None)
             if value is not None:
                 env[key] = str(value)
-        command = [sys.executable, "-m", spec.module, str(job), *spec.args]
         if spec.seats:
-            command = [*spec.seats[local].enter, *command]
             env |= spec.seats[local].env
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=[progress] if rank == 0 else [],
-        )
+        process = start(local)([str(job), *spec.args], env, progress if rank == 0 else None)
         yield Child(rank, process, rank >= spec.count)
 
 

@@ -10,13 +10,25 @@ import ctypes
 import os
 import select
 import signal
-import subprocess
 import sys
 from contextlib import suppress
+from typing import IO, Protocol
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a run that was asked to terminate and was saved."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that supervision needs."""
+
+    pid: int
+    returncode: int | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
 
 
 def die_with_parent() -> None:
@@ -67,7 +79,7 @@ def _watch(parent: int) -> None:
         os._exit(1)
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
+def ended(process: Process) -> bool:
     """Whether a process has ended. The rest of its group is ended before its id is released."""
     if process.returncode is None and sys.platform == "linux":
         with suppress(ChildProcessError):  # a signal handler may have reaped it in between
@@ -77,7 +89,7 @@ def ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
 
-def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def signal_group(process: Process, number: signal.Signals) -> None:
     """Signal a process and everything that it started, unless it has been reaped: its id may have been reused."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):  # already ended

@@ -6,7 +6,6 @@ import json
 import os
 import selectors
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from weft.errors import WeftError
-from weft.runtime.launch.process_groups import TERMINATED, ended, signal_group
+from weft.runtime.launch.process_groups import TERMINATED, Process, ended, signal_group
 from weft.runtime.launch.rendezvous import Rendezvous
 
 _GRACE_S = 2.0
@@ -43,7 +42,7 @@ class Terminated(WeftError):
 @dataclass
 class Child:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     server: bool = False
     missed: bool = False
     """Whether its loss was reported while the others continue."""

@@ -1,0 +1,140 @@
+"""Starts the processes of a run: forked from a template on Linux, or as new processes of Python."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, final
+
+from weft.errors import JobError
+from weft.runtime.launch.process_groups import Process
+from weft.runtime.launch.template import PID
+
+_PR_SET_CHILD_SUBREAPER = 36
+_START_S = 120.0
+"""How long a template may take to import its modules and to fork a process."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], int | None], Process]
+"""Starts a process with these arguments and this environment, and the pipe of its progress reports if it has one."""
+
+
+def start_new(prefix: Sequence[str], module: str) -> Start:
+    """New processes of Python that run a module, each behind a command prefix."""
+
+    def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, *args],
+            env=dict(env) if progress is None else {**env, "WEFT_PROGRESS_FD": str(progress)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[] if progress is None else [progress],
+        )
+
+    return start
+
+
+def can_fork() -> bool:
+    """Whether processes can be forked from a template here, and are not wanted anew (WEFT_FORK=0)."""
+    return sys.platform == "linux" and os.environ.get("WEFT_FORK", "1") != "0"
+
+
+@contextmanager
+def template(module: str, env: Mapping[str, str]) -> Iterator[Start]:
+    """Processes that are forked from one which has imported torch and `module`, and run the module."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "weft.runtime.launch.template", str(theirs.fileno()), module]
+    with _subreaper(), ours:
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        ours.settimeout(_START_S)
+
+        def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
+            try:
+                return Forked(ours, {"argv": [module, *args], "env": dict(env)}, progress)
+            except OSError:
+                process.kill()
+                _, said = process.communicate()
+                last = said.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+                raise JobError(f"no process could be started: {last}; see `weft doctor`, or set WEFT_FORK=0") from None
+
+        try:
+            yield start
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@final
+class Forked:
+    """A process that a template has forked for this one, which is its parent."""
+
+    def __init__(self, template: socket.socket, request: Mapping[str, object], progress: int | None) -> None:
+        self.returncode: int | None = None
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        self.stdout: IO[bytes] | None = os.fdopen(out, "rb", buffering=0)
+        self.stderr: IO[bytes] | None = os.fdopen(err, "rb", buffering=0)
+        wanted = os.memfd_create("weft-request")
+        try:
+            os.write(wanted, json.dumps(request).encode())
+            os.lseek(wanted, 0, os.SEEK_SET)
+            fds = [wanted, out_end, err_end] + ([] if progress is None else [progress])
+            socket.send_fds(template, [b"+"], fds)
+            answer = template.recv(PID.size)
+        finally:
+            for fd in (wanted, out_end, err_end):
+                os.close(fd)
+        if len(answer) < PID.size:
+            raise ConnectionResetError
+        (self.pid,) = PID.unpack(answer)
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the number of the signal that has ended the process; None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for the end of the process."""
+        status = self._reap(0)
+        assert status is not None
+        return status
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            except ChildProcessError:  # a signal interrupted an earlier call after it had reaped the process
+                self.returncode = 0
+        return self.returncode
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Processes below this one become its children when their parents end."""
+    _set_subreaper(True)
+    try:
+        yield
+    finally:
+        _set_subreaper(False)
+
+
+def _set_subreaper(on: bool) -> None:
+    with suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on))

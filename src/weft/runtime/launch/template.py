@@ -1,0 +1,90 @@
+"""A process that has imported torch, from which the processes of a run are forked (Linux).
+
+The launcher starts it with one end of a socket, as `python -m weft.runtime.launch.template FD MODULE`. Every request on
+the socket is a set of file descriptors: a file with the environment and the arguments, standard output and error, and
+the pipe of progress reports if the process has one. The template forks twice, so that the new process becomes a child
+of the launcher, which is the subreaper of everything below it. From there on the launcher supervises it like a process
+that it has started itself.
+
+The template runs no operation, starts no thread and initializes no device. A forked process therefore gives the same
+bits as a new one. WEFT_FORK=0 starts new processes instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import socket
+import struct
+import sys
+import time
+
+from weft.runtime.launch.process_groups import die_with_parent
+
+PRELOADED = ("torch", "torch.optim", "torch.distributed", "torch._dynamo", "weft.runtime.run")
+"""Modules that every process of a run needs; `torch._dynamo` is imported by the first optimizer."""
+MAX_FDS = 4
+PID = struct.Struct("!i")
+
+
+def main() -> None:
+    die_with_parent()
+    sock, module = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    for name in (*PRELOADED, module):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would otherwise copy the memory of all these modules
+    while fds := socket.recv_fds(sock, 1, MAX_FDS)[1]:
+        if _forked_twice():
+            _become(sock, fds)
+            importlib.import_module(module).main()
+            return
+        for fd in fds:
+            os.close(fd)
+
+
+def _forked_twice() -> bool:
+    """Whether this is the new process, whose parent is the launcher now."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0002)
+    return True
+
+
+def _become(sock: socket.socket, fds: list[int]) -> None:
+    """Take on the environment, the arguments and the files of a requested process, and report its id."""
+    os.setsid()
+    request, out, err, *passed = fds
+    with os.fdopen(request, encoding="utf-8") as file:
+        wanted = json.load(file)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    if passed:
+        os.environ["WEFT_PROGRESS_FD"] = str(passed[0])
+    sys.argv = wanted["argv"]
+    _reseed()
+    sock.send(PID.pack(os.getpid()))
+    sock.close()
+
+
+def _reseed() -> None:
+    """Draw a state for numpy's global random numbers, as a new process does; Python's reseed themselves."""
+    import numpy
+
+    numpy.random.seed()
+
+
+if __name__ == "__main__":
+    main()
