@@ -11,6 +11,7 @@ import sys
 
 from weft.lab import namespaces
 from weft.lab.control_socket import ask_for_namespaces
+from weft.runtime.launch.process_groups import die_with_parent
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     child = os.fork()  # only children are in the lab's process namespace
     if child == 0:
-        namespaces.die_with_parent()
+        die_with_parent()
         try:
             os.execvp(command[0], command)
         except OSError as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.environment import RunOptions, Timeouts
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
 from weft.runtime.checkpoint.lifecycle import Lifecycle, policy_here
@@ -56,7 +57,6 @@ from weft.runtime.server.process import ServerRun
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
 from weft.transport.collective import Processes
-from weft.transport.heartbeat import seconds
 
 
 def init(
@@ -79,11 +79,11 @@ def init(
     if _current is not None:
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
     joined = True
-    env = os.environ
+    env = RunOptions.from_env()
     chosen = choose_strategy(strategy)
     world = World.here().with_servers(chosen)
-    steps = int(env["WEFT_STEPS"]) if "WEFT_STEPS" in env else steps
-    seed = int(env["WEFT_SEED"]) if "WEFT_SEED" in env else seed if seed is not None else 0
+    steps = env.steps if env.steps is not None else steps
+    seed = next(each for each in (env.seed, seed, 0) if each is not None)
     if world.server is not None:
         return cast(Run, ServerRun(world=world, strategy=chosen, steps=steps, seed=seed))
     _current = Run(
@@ -91,10 +91,10 @@ def init(
         strategy=chosen,
         steps=steps,
         seed=seed,
-        device=env.get("WEFT_DEVICE") or device or "auto",
-        out=env.get("WEFT_OUT") or out,
+        device=env.device or device or "auto",
+        out=env.out or out,
         policy=policy_here(save_every),
-        resume=env.get("WEFT_RESUME") or resume,
+        resume=env.resume or resume,
     )
     return _current
 
@@ -140,7 +140,7 @@ class Run:
         self.device = world.device(device)
         self.folder = Path(out) if out else None
         seed_everything(seed)
-        timeout_s = seconds("WEFT_TIMEOUT_S", 600)
+        timeout_s = Timeouts.from_env().timeout_s
         self._wrapper = instruments.foreign()
         self._kind = mode_of(strategy, world, self._wrapper)
         if self._kind.connects:

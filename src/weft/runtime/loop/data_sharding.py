@@ -11,13 +11,11 @@ import contextlib
 import functools
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -36,7 +34,7 @@ from weft.errors import LoopError, UserError
 from weft.runtime.loop import batch_fingerprint as fingerprint
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes, Share
-from weft.runtime.loop.rng import DataRng, stream_seed
+from weft.runtime.loop.rng import DataRng, seed_everything, stream_seed
 from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
 from weft.transport.collective import Processes
 
@@ -283,9 +281,7 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, batch: list[Any]) -> list[Any]:
         seed, *indices = batch
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_everything(seed)
         whole = getattr(self.inner, "__getitems__", None)
         return list(whole(indices)) if whole else [self.inner[index] for index in indices]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
 import signal
 import socket
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.environment import RunOptions
 from weft.errors import LoopError, PeerLost, UserError
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
@@ -153,8 +153,8 @@ class ServerRun:
             if isinstance(server, Aggregator):
                 server.upstream.leave(_MEET_S)
         finally:
-            if out := os.environ.get("WEFT_OUT"):
-                write_json(Path(out) / f"server-{index}.json", server.statistics.row(index, server.version))
+            if out := RunOptions.from_env().out:
+                write_json(out / f"server-{index}.json", server.statistics.row(index, server.version))
         server.close()
         raise SystemExit(0)
 
