@@ -149,6 +149,10 @@ class Mode(ABC):
         """The order of buckets and the calibration, for a checkpoint."""
         return None
 
+    def loop_objects(self) -> tuple[nn.Module, Optimizer]:
+        """Model and optimizer for the user's loop, once everything is attached."""
+        return self.model, self.optimizer
+
     def close(self, *, well: bool) -> None:  # noqa: B027
         """The run is over."""
 
