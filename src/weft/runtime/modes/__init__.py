@@ -7,7 +7,7 @@
     shared_memory      workers of one host step one model in shared memory (Hogwild)
     foreign            another library's wrapper, for the lab's peers
 
-`select.mode_of` chooses one of them. `server_mode` is what the two modes with servers share, and `model_pull` its pulls.
+`select.mode_of` chooses one of them. The two modes with servers share `server_mode`, and its pulls are in `model_pull`.
 
 `run.distribute` constructs the mode, restores a checkpoint into model and optimizer, and attaches the mode. From then
 on a step is: hooks on parameters during backward, `check_step`, `step`, `zero_grad`.
