@@ -1,6 +1,6 @@
 """A server process: the job's own script builds model and optimizer, and `distribute` serves them.
 
-    run = weft.init()                                      a ServerRun, in a process without a worker
+    run = weft.init()                                      in a process without a worker, delegates to a ServerRun
     model, optimizer = run.distribute(model, optimizer)    never returns: it serves until every worker has left
 
 The server's optimizer is thus the job's own, and only numbers are sent. The workers' side is `modes/parameter_server`.
@@ -121,7 +121,7 @@ def call(
 
 
 class ServerRun:
-    """The run of a server process, returned by `weft.init()`: the attributes that a script uses before `distribute`."""
+    """A server process's part in a run: the attributes that a script uses before `distribute`."""
 
     def __init__(self, *, world: World, strategy: Strategy, steps: int | None, seed: int) -> None:
         self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
