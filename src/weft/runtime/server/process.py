@@ -35,7 +35,8 @@ from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
 from weft.runtime.server.bundle_state import BundleState, part_optimizer
 from weft.runtime.server.client import ServerClient
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.topology._shards import Bundle, bundles, shards
