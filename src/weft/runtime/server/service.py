@@ -12,9 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from weft.compression import Compressor, Context
-from weft.rounds import Rounds
 from weft.runtime.server import protocol
-from weft.runtime.server.buffers import ServerBuffers
 from weft.runtime.server.bundle_rounds import BundleRounds, Subscription
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.gathers import Gathers
@@ -23,6 +21,7 @@ from weft.runtime.server.pending_pulls import PendingPull
 from weft.runtime.server.protocol import Announcement, Verb
 from weft.runtime.server.received_push import receive_push
 from weft.runtime.server.request_loop import Loss, RequestLoop
+from weft.runtime.server.shard import Shard
 from weft.runtime.server.statistics import Statistics
 from weft.synchrony import Synchrony
 from weft.transport.messaging import Key, Request
@@ -53,25 +52,13 @@ class ShardService:
         self.synchrony, self.compression, self.seed, self._lost = synchrony, compression, seed, lost
         self.members = Membership(groups)
         self.statistics = Statistics(len(groups))
-        self._buffers = ServerBuffers(buffers)
-        self.bundles = [
-            BundleRounds(
-                each,
-                Rounds(synchrony, each.parts, len(groups), each.step, updated=self.statistics.updated),
-                self.statistics,
-                self._buffers,
-                carries_buffers=number == 0,
-            )
-            for number, each in enumerate(kept)
-        ]
+        self.shard = Shard(kept, synchrony, len(groups), buffers, self.statistics)
         self._gathers = Gathers(groups[-1].stop)
         self._announced: dict[int, Announcement] = {}
         """By worker: its present step."""
         self._next_steps: dict[int, int] = {}
         self._failed: dict[int, str] = {}
         """By worker: the reason why its gradients were lost."""
-        self._set: set[int] = set()
-        """Bundles that have their initial values."""
         self.over = threading.Event()
         """Set when every worker has joined and left again."""
         self._loop = RequestLoop(
@@ -89,6 +76,10 @@ class ShardService:
             patience_s=patience_s,
         )
         self.address = self._loop.address
+
+    @property
+    def bundles(self) -> Sequence[BundleRounds]:
+        return self.shard.bundles
 
     @property
     def version(self) -> int:
@@ -140,15 +131,12 @@ class ShardService:
         if worker is None or request.verb not in (Verb.PUSH, Verb.BEGIN):
             return
         self._failed[worker] = why
-        self._buffers.pulls.refuse(worker, why)
-        for bundle in self.bundles:
-            bundle.refuse(worker, why)
+        self.shard.refuse(worker, why)
 
     def _check_sender(self, worker: int, request: Request) -> None:
         """Check the sender's worker number; a worker whose link had been lost takes part again."""
         if self.members.check(worker, request):
-            for bundle in self.bundles:
-                bundle.rounds.join(worker)
+            self.shard.rejoin(worker)
 
     # --- joining and leaving ----------------------------------------------------------------------------------------
 
@@ -158,9 +146,8 @@ class ShardService:
         self.members.join(worker, request.identity)
         self._announced.pop(worker, None)
         self._failed.pop(worker, None)
-        for bundle in self.bundles:
-            bundle.join(worker)
-        joined = protocol.JOINED.pack(self._next_steps.get(worker, 0), self._started, self._gathers.next)
+        self.shard.join(worker)
+        joined = protocol.JOINED.pack(self._next_steps.get(worker, 0), self.shard.started, self._gathers.next)
         request.reply([memoryview(joined)])
         self._gathers.answer(self.members.awaited_ranks)
 
@@ -189,9 +176,7 @@ class ShardService:
     def _remove(self, worker: int) -> None:
         """No longer wait for a worker."""
         self.members.remove(worker)
-        for bundle in self.bundles:
-            bundle.rounds.leave(worker)
-        self._answer_all(worker)
+        self.shard.leave(worker)
         self._gathers.answer(self.members.awaited_ranks)
 
     def _end_if_unattended(self) -> None:
@@ -204,25 +189,14 @@ class ShardService:
         """Set the initial values of a bundle, or of the buffers."""
         (number,) = protocol.BUNDLE.unpack(request.parts[0])
         self.members.sender(request)
-        if self._started:
-            raise ValueError("the model is already set")
-        if number == protocol.BUFFERS:
-            self._buffers.set(request.parts[1:])
-        else:
-            self._bundle(number).kept.set(*protocol.unpacked(request.parts[1:]))
-            self._set.add(number)
+        self.shard.set(number, request.parts[1:])
         request.reply()
-        self._answer_all()
-
-    @property
-    def _started(self) -> bool:
-        """Whether the model has its initial values."""
-        return len(self._set) == len(self.bundles)
+        self.shard.answer_all()
 
     def _fetch(self, request: Request) -> None:
         (number,) = protocol.BUNDLE.unpack(request.parts[0])
         self.members.sender(request)
-        request.reply(protocol.packed(self._bundle(number).kept.state()))
+        request.reply(protocol.packed(self.shard.bundle(number).kept.state()))
 
     def _tell(self, request: Request) -> None:
         rank, number = protocol.TELL.unpack(request.parts[0])
@@ -232,18 +206,13 @@ class ShardService:
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def _bundle(self, number: int) -> BundleRounds:
-        if not 0 <= number < len(self.bundles):
-            raise ValueError(f"there is no bundle {number}")
-        return self.bundles[number]
-
     def _begin(self, request: Request) -> None:
         announced = Announcement.unpack(request.parts)
         worker = announced.worker
         self._check_sender(worker, request)
         self._announced[worker] = announced
         self._next_steps[worker] = announced.step + 1
-        self._buffers.offer(worker, announced.buffers, announced.leaving)
+        self.shard.buffers.offer(worker, announced.buffers, announced.leaving)
         request.reply(priority=protocol.AT_ONCE)
         for bundle in self.bundles:
             self._contribute(worker, bundle)
@@ -251,7 +220,7 @@ class ShardService:
     def _push(self, request: Request) -> None:
         worker, number, step, version = protocol.PUSH.unpack(request.parts[0])
         self._check_sender(worker, request)
-        bundle = self._bundle(number)
+        bundle = self.shard.bundle(number)
         self.statistics.received_bytes += sum(len(word) for word in request.parts[1:])
         ctx = Context(step=step, rank=worker, workers=1, seed=self.seed)
         sender = self.members.describe(worker)
@@ -261,7 +230,7 @@ class ShardService:
 
     def _contribute(self, worker: int, bundle: BundleRounds) -> None:
         if bundle.contribute(worker, self._announced.get(worker)):
-            self._answer(bundle, worker)
+            self.shard.answer(bundle, worker)
 
     def _pull(self, request: Request) -> None:
         worker, number, steps, urgency = protocol.PULL.unpack(request.parts[0])
@@ -269,11 +238,9 @@ class ShardService:
         if worker in self._failed:
             request.refuse(self._failed[worker])
             return
-        buffers = number == protocol.BUFFERS
-        bundle = self._bundle(0 if buffers else number)
-        pulls = self._buffers.pulls if buffers else bundle.pulls
+        pulls, bundle = self.shard.pulls(number)
         pulls.add(worker, PendingPull(request, steps, urgency))
-        self._answer(bundle, worker)
+        self.shard.answer(bundle, worker)
 
     def _watch(self, request: Request) -> None:
         worker, number, clock, urgency = protocol.WATCH.unpack(request.parts[0])
@@ -281,15 +248,6 @@ class ShardService:
         if worker in self._failed:
             request.refuse(self._failed[worker])
             return
-        bundle = self._bundle(number)
+        bundle = self.shard.bundle(number)
         bundle.subscribe(worker, Subscription(request, clock, urgency))
-        self._answer(bundle, worker)
-
-    def _answer_all(self, by: int = 0) -> None:
-        for bundle in self.bundles:
-            self._answer(bundle, by)
-
-    def _answer(self, bundle: BundleRounds, by: int) -> None:
-        """Reply to the pulls of a bundle that may be answered, once the model has its initial values."""
-        if self._started:
-            bundle.answer(by)
+        self.shard.answer(bundle, worker)
