@@ -58,7 +58,7 @@ def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest
         me.fetch(WAIT_S)  # one thread serves, so whatever came before counts by now
         before = bytes(raw(part.detach()))
         try:
-            me._push(me.routes[0], [memoryview(word) for word in words], step)
+            me.push_bundle(me.routes[0], [memoryview(word) for word in words], step)
             me.pushed(WAIT_S)
         except Refused:
             refused += 1

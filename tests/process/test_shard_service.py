@@ -249,6 +249,17 @@ def test_buffers_come_with_the_model_where_a_round_is_waited_for() -> None:
     server.close()
 
 
+def test_a_pull_that_times_out_says_how_long_it_has_waited() -> None:
+    key = Key.fresh()
+    server = lonely(key)
+    worker, model = worker_of(server, key), {"a": torch.zeros(100), "b": torch.zeros(7)}
+    worker.join(WAIT_S)
+    with pytest.raises(PeerLost, match=r"no reply from the server at .* in 0\.25 s"):
+        worker.pull(model).wait(0.25)  # nobody has set the model
+    worker.close()
+    server.close()
+
+
 def _still_trains(server: ShardService, key: Key) -> None:
     honest = worker_of(server, key)
     model = {"a": torch.randn(100), "b": torch.randn(7)}

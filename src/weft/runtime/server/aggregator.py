@@ -23,6 +23,7 @@ from weft.runtime.server.pending_pulls import PendingPull, PendingPulls
 from weft.runtime.server.protocol import BUFFERS, Announcement, Verb
 from weft.runtime.server.request_loop import Inbox, Loss, RequestLoop
 from weft.runtime.server.statistics import Statistics
+from weft.runtime.server.upstream import Upstream
 from weft.topology._shards import Bundle
 from weft.transport.messaging import Key, Pending, Request
 from weft.transport.tensor_bytes import raw
@@ -59,6 +60,7 @@ class Aggregator:
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self.upstream, self.model, self.buffers, self.workers, self._lost = upstream, model, buffers, workers, lost
+        self._servers = Upstream(upstream)
         self.statistics = Statistics(workers)
         self.bundles = [_Passing(_parts(route.bundle, model)) for route in upstream.routes]
         self._kept = _Passing(buffers)
@@ -110,9 +112,9 @@ class Aggregator:
     def _pull_initial_model(self) -> None:
         """Pull the initial model, which the servers send once it is set."""
         for number in range(len(self.bundles)):
-            self.upstream.ask_for(number, self.model, self._then(partial(self._came, number)))
+            self._servers.pull(number, self.model, self._then(partial(self._came, number)))
         if self.buffers:
-            self.upstream.ask_for_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
+            self.upstream.pull_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
 
     def _then(self, act: Callable[[Pending], None]) -> Callable[[Pending], None]:
         """Call `act` in the serving thread with the servers' reply."""
@@ -187,7 +189,7 @@ class Aggregator:
         buffers = [torch.frombuffer(part, dtype=torch.uint8) for part in blob]
         self.upstream.begin(group[0].step, share, group[0].hyper, buffers, leave=leaving)
         if self.buffers:
-            self.upstream.ask_for_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
+            self.upstream.pull_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
         for number in range(len(self.bundles)):
             self._forward(number)
 
@@ -203,7 +205,7 @@ class Aggregator:
             for worker, push in passing.pushed.items()
         ]
         summed = mean(rows, self.workers)
-        self.upstream.forward(number, summed, steps.pop(), self.model, self._then(partial(self._came, number)))
+        self._servers.forward(number, summed, steps.pop(), self.model, self._then(partial(self._came, number)))
 
     # --- to the group -------------------------------------------------------------------------------------------------
 
@@ -234,7 +236,7 @@ class Aggregator:
 
     def _relay(self, request: Request, number: int | None) -> None:
         then = self._then(partial(self._pass_back, request))
-        self.upstream.relay(Verb(request.verb), number, request.parts, then)
+        self._servers.relay(Verb(request.verb), number, request.parts, then)
 
     def _pass_back(self, request: Request, reply: Pending) -> None:
         try:
