@@ -35,7 +35,8 @@ from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
 from weft.runtime.server.bundle_state import BundleState, part_optimizer
 from weft.runtime.server.client import ServerClient
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.topology._shards import Bundle, bundles, shards
@@ -89,19 +90,19 @@ def reach(
         strategy.server_topology,
         divided(model, optimizer, strategy, strategy.server_topology.num_shards(world.workers)),
     )
-    asked, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
+    servers, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
     for number, team in enumerate(topology.worker_groups(world.workers)):
         if rank in team:
-            asked, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
+            servers, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
     return ServerClient(
         place,
-        call(asked, f"worker {rank}", model, topology, world, timeout_s),
+        call(servers, f"worker {rank}", model, topology, world, timeout_s),
         bundled,
         {spec.name: spec for spec in trained(model)},
         strategy.compression,
         seed,
         urgent=strategy.schedule.defers,
-        near=next((number for number, server in enumerate(asked) if server_hosts[server] == rank), None),
+        near=next((number for number, server in enumerate(servers) if server_hosts[server] == rank), None),
         rank=rank,
     )
 
@@ -141,13 +142,13 @@ class ServerRun:
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         keeps = index < self.strategy.server_topology.num_shards(self.workers)
         server = (self._shard_server if keeps else self._aggregator)(index, model, optimizer, losses.put)
-        asked = _asked_to_leave()
+        termination_requested = _termination_requested()
         try:
             with self._announced(index, server) as check_launcher:
                 while not server.over.wait(0.1):
                     if not losses.empty():
                         self._lost(losses.get())
-                    if asked.is_set() and not server.attended:
+                    if termination_requested.is_set() and not server.attended:
                         raise SystemExit(TERMINATED)
                     check_launcher()
             if isinstance(server, Aggregator):
@@ -239,12 +240,12 @@ class ServerRun:
         raise LoopError(f"run.{name} was used before run.distribute(), which never returns on a server; move it below")
 
 
-def _asked_to_leave() -> threading.Event:
+def _termination_requested() -> threading.Event:
     """Set by SIGTERM. Workers need servers to save a checkpoint, so servers stay until no worker is left."""
-    asked = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    return asked
+        signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    return requested
 
 
 def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> BundleState:
