@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from weft.environment import UserSettings
 from weft.errors import SpellingError, UserError, nearest
 from weft.units import Size
 
@@ -96,7 +97,7 @@ def _spell_value(value: Any) -> str:
 
 def catalogue(axis: str) -> dict[str, type[Answer]]:
     """All answers of one axis, by name, from the package and from `WEFT_PATH`."""
-    return _discover(os.environ.get("WEFT_PATH", ""))[axis]
+    return _discover(UserSettings.from_env().path or "")[axis]
 
 
 def find(name: str) -> type[Answer]:

@@ -87,10 +87,10 @@ def test_who_enters_sees_only_the_labs_processes(cluster: Cluster) -> None:
 def test_links_were_measured_before_use_and_carry_what_was_asked(cluster: Cluster) -> None:
     """`Cluster` refuses what is off by more than 3 %; here: that it measured, and the right links."""
     for link, asked in zip(cluster.links, ("200mbit", "200mbit", "50mbit"), strict=True):
-        assert link.asked == Bandwidth.parse(asked)
+        assert link.rate == Bandwidth.parse(asked)
         for rate in (link.up_bit_s, link.down_bit_s):
-            assert rate is not None and abs(rate / link.asked - 1) <= 0.03
-        assert link.payload_bytes_s is not None and 0.9 < link.payload_bytes_s * 8 / link.asked < 1
+            assert rate is not None and abs(rate / link.rate - 1) <= 0.03
+        assert link.payload_bytes_s is not None and 0.9 < link.payload_bytes_s * 8 / link.rate < 1
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
@@ -122,7 +122,7 @@ def test_a_cut_link_carries_nothing_until_it_is_mended(cluster: Cluster) -> None
 def test_a_rate_can_change(cluster: Cluster) -> None:
     cluster.rate(0, "100mbit")
     cluster.links = [
-        link if link.host else type(link)(host=0, asked=Bandwidth.parse("100mbit")) for link in cluster.links
+        link if link.host else type(link)(host=0, rate=Bandwidth.parse("100mbit")) for link in cluster.links
     ]
     cluster.check_rates()
 

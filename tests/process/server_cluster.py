@@ -19,7 +19,8 @@ from weft.runtime.server.bundle_state import hyper
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import keep
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Bundle, Range, bundles
 from weft.transport.messaging import Client, Key

@@ -32,7 +32,7 @@ def spoil(model: nn.Module, run: Any, value: float, rank: int | None) -> None:
 
 
 def finite(run: Any, model: nn.Module) -> bool:
-    states = run._mode.compressor_states
+    states = run._process.mode.compressor_states
     kept = [tensor for state in states for memory in state.values() for tensor in memory.values()]
     with torch._C.DisableTorchFunctionSubclass():  # a parameter that waits for a step that was refused waits for ever
         return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in [*model.parameters(), *kept])

@@ -81,7 +81,7 @@ def perform(topologies: list[str]) -> dict[str, Any]:
     layout = run.world.layout
     got: dict[str, Any] = {}
     for topology in topologies:
-        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._process.transport.mesh)
         mine = [intents(rank, layout.workers) for rank in layout.carried()]
         for tag, name in enumerate(mine[0]):
             got[f"{topology} {name}"] = finish(transport.perform([stated[name] for stated in mine], tag))
@@ -122,7 +122,7 @@ def interleave(topologies: list[str]) -> list[list[Tensor]]:
     layout = run.world.layout
     got = []
     for topology in topologies:
-        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._process.transport.mesh)
         wires = {tag: drive(transport, [two_sums(rank, tag) for rank in layout.carried()], tag) for tag in range(3)}
         under_way: dict[int, Any] = dict.fromkeys(wires)
         ends: dict[int, list[Tensor]] = {}
@@ -183,7 +183,7 @@ def weigh(topologies: list[str]) -> dict[str, float]:
     layout = run.world.layout
     sent = {}
     for topology, op in itertools.product(topologies, (Sum, All, Scatter)):
-        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._transport.mesh)
+        transport = Processes(TOPOLOGIES[topology], layout, mesh=run._process.transport.mesh)
         finish(transport.perform([sized(op, layout.workers)], 0))
         sent[f"{topology} {op.__name__}"] = transport.sent_bytes
     return sent

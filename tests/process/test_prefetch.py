@@ -20,7 +20,8 @@ from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import keep
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.transport.messaging import Client, Key, Refused
 
@@ -128,7 +129,7 @@ def test_an_eager_worker_goes_on_with_what_it_has_as_long_as_it_may() -> None:
         for each in (fast, slow):
             each.asking.leave(WAIT_S)
         assert server.over.wait(WAIT_S)
-        assert not any(bundle.watching for bundle in server.bundles)
+        assert not any(bundle.subscriptions for bundle in server.bundles)
 
 
 def test_what_was_sent_before_a_pull_does_not_undo_it() -> None:
@@ -167,7 +168,7 @@ def test_a_worker_that_was_cut_off_is_bound_by_where_it_goes_on() -> None:
             each.eager.refresh()
         (client,) = away.asking.clients
         address, link = client.address, client._link
-        while not all(0 in bundle.watching and bundle.watching[0].clock == 1 for bundle in server.bundles):
+        while not all(0 in bundle.subscriptions and bundle.subscriptions[0].clock == 1 for bundle in server.bundles):
             away.eager.step()  # takes what comes, and asks for what will come after it
         client.address = ("127.0.0.1", 1)
         assert link is not None

@@ -249,13 +249,13 @@ def learning(folder: str) -> tuple[Any, Any]:
     run = weft.init(steps=6, out=folder)
     model, data = model_and_data(run.workers * 6)
     model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(run._mode, AllReduce)
-    first = run._mode.engine.timetable
+    assert isinstance(run._process.mode, AllReduce)
+    first = run._process.mode.engine.timetable
     for x, y in run.shard(data):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    last = run._mode.engine.timetable
+    last = run._process.mode.engine.timetable
     run.close()
     return first, last
 

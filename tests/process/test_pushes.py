@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -31,7 +30,6 @@ FRAMES = 30
 
 @every
 def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "weft.runtime.server.service")
     part, key = nn.Parameter(torch.zeros(SPEC.shape)), Key.fresh()
     server = ShardService(
         ("127.0.0.1", 0),
@@ -60,7 +58,7 @@ def test_a_refused_push_changes_no_model(compression: Compressor, caplog: pytest
         me.fetch(WAIT_S)  # one thread serves, so whatever came before counts by now
         before = bytes(raw(part.detach()))
         try:
-            me._push(me.routes[0], [memoryview(word) for word in words], step)
+            me.push_bundle(me.routes[0], [memoryview(word) for word in words], step)
             me.pushed(WAIT_S)
         except Refused:
             refused += 1

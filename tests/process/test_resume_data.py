@@ -30,7 +30,7 @@ def reader(folder: str, steps: int, kind: str) -> list[int]:
         loader = (each for each in loader)
     seen = []
     for (x,) in run.shard(loader):
-        if run._passes.share:  # one without a batch computes on another's, which counts for nothing
+        if run._process.share:  # one without a batch computes on another's, which counts for nothing
             seen.append(int(x))
         model(x).sum().backward()
         optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import resource
@@ -21,10 +20,12 @@ from torch import Tensor, nn
 from tests.process.server_cluster import WAIT_S
 from weft.errors import LoopError, PeerLost
 from weft.ops import Spec
+from weft.runtime.server import request_loop
 from weft.runtime.server.bundle_state import BundleState
 from weft.runtime.server.client import ServerClient
 from weft.runtime.server.protocol import BEGIN, PUSH, Verb
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology._shards import Range
 from weft.transport.messaging import Client, Key, Refused
@@ -90,8 +91,7 @@ def test_garbage_without_the_key_changes_no_model() -> None:
     server.close()
 
 
-def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "weft.runtime.server.service")  # or a warning for each would be kept here
+def test_nonsense_with_the_key_is_refused_and_the_server_lives() -> None:
     rng, key = random.Random(6), Key.fresh()
     server = lonely(key)
     liar = Client(server.address, key, "liar")
@@ -115,6 +115,35 @@ def test_nonsense_with_the_key_is_refused_and_the_server_lives(caplog: pytest.Lo
     liar.close()
     _still_trains(server, key)
     server.close()
+
+
+def test_refused_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    key = Key.fresh()
+    server = lonely(key)
+    liar = Client(server.address, key, "liar")
+    for _ in range(50):
+        with pytest.raises(Refused, match="cannot be served"):
+            liar.ask(Verb.PULL, [memoryview(b"")]).wait(WAIT_S)
+    liar.close()
+    server.close()
+    refused = [each.getMessage() for each in caplog.records if each.name == request_loop.__name__]
+    assert len(refused) == 11
+    assert all(each.startswith("a request of liar is refused") for each in refused[:10])
+    assert refused[10] == "40 more requests were refused"
+
+
+def test_refusals_are_logged_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([*range(12), 60.5, 60.7])
+    warnings = request_loop.RefusalWarnings(clock=lambda: next(times))
+    for number in range(14):
+        warnings.add("liar", f"{number} {'x' * 10**6}")
+    warnings.close()
+    logged = [each.getMessage() for each in caplog.records]
+    assert [each.partition(": ")[2].split(" ")[0] for each in logged[:10]] == [str(number) for number in range(10)]
+    assert logged[10] == "2 more requests were refused"
+    assert logged[11].startswith("a request of liar is refused: 12 x")
+    assert logged[12:] == ["1 more requests were refused"]
+    assert max(map(len, logged)) < 1000
 
 
 def alone_with(server: ShardService, key: Key) -> tuple[ServerClient, dict[str, Tensor]]:
@@ -216,6 +245,17 @@ def test_buffers_come_with_the_model_where_a_round_is_waited_for() -> None:
     worker.start(model, {}, [buffer], WAIT_S)
     worker.pull(model, [buffer.zero_()]).wait(WAIT_S)
     assert buffer.tolist() == [1.0, 1.0]
+    worker.close()
+    server.close()
+
+
+def test_a_pull_that_times_out_says_how_long_it_has_waited() -> None:
+    key = Key.fresh()
+    server = lonely(key)
+    worker, model = worker_of(server, key), {"a": torch.zeros(100), "b": torch.zeros(7)}
+    worker.join(WAIT_S)
+    with pytest.raises(PeerLost, match=r"no reply from the server at .* in 0\.25 s"):
+        worker.pull(model).wait(0.25)  # nobody has set the model
     worker.close()
     server.close()
 

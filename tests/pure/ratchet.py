@@ -43,7 +43,7 @@ def main() -> None:
     known: dict[str, Sizes] = json.loads(ALLOWED.read_text(encoding="utf-8"))
     checks = {**test_shape.CHECKS, **test_vocabulary.CHECKS}
     kept = {check: shrunk(known.get(check, {}), sizes(), limit) for check, (limit, sizes) in checks.items()}
-    ALLOWED.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    ALLOWED.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

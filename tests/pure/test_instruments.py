@@ -146,7 +146,7 @@ def test_a_run_attaches_the_instruments_of_its_context() -> None:
             run.distribute(net, torch.optim.SGD(net.parameters(), lr=0.1))
         finally:
             run.close()
-    assert recorder.runs == [run]
+    assert recorder.runs == [run._process]
 
 
 def test_the_environment_chooses_the_instruments(tmp_path: Path) -> None:

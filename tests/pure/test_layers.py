@@ -21,7 +21,7 @@ HOME = Path(weft.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
+    ("errors", "environment", "native", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
     ("axis",),
     AXES,
     ("strategy", "rounds"),
@@ -88,6 +88,14 @@ def test_layers_look_down_only(file: Path) -> None:
         else:
             names = [HEIGHT[part] for part in module.split(".")[1:2] if module.startswith("weft.") and part in HEIGHT]
         assert all(height <= mine for height in names), f"{named(file)} looks up to {module}"
+
+
+@pytest.mark.parametrize("file", sorted((HOME / "runtime/launch").glob("*.py")), ids=named)
+def test_launching_knows_neither_modes_nor_the_engine(file: Path) -> None:
+    wrong = [
+        module for module in imports(file) for part in ("modes", "engine") if under(module, f"weft.runtime.{part}")
+    ]
+    assert not wrong
 
 
 def imports_whole(file: Path) -> bool:
@@ -192,6 +200,15 @@ def test_importing_does_nothing_else(tmp_path: Path) -> None:
     ]
     assert "weft.runtime.run" in names
     assert json.loads(python(WATCHED, json.dumps(names), folder=tmp_path)) == []
+
+
+def test_launching_does_without_torch() -> None:
+    """A launcher starts quickly, and what runs before a job imports torch is ready when its launcher is killed."""
+    files = sorted((HOME / "runtime/launch").glob("*.py"))
+    names = [f"weft.runtime.launch.{file.stem}" for file in files if file.stem != "__init__"]
+    assert "weft.runtime.launch.launcher" in names
+    loaded = "import importlib, sys; list(map(importlib.import_module, sys.argv[1:])); print('torch' in sys.modules)"
+    assert python(loaded, *names).split() == ["False"]
 
 
 def python(code: str, *args: str, folder: Path | None = None) -> str:

@@ -21,7 +21,8 @@ from subprocess import PIPE
 import torch
 import torch.distributed as dist
 
-from weft.runtime.launch.process_groups import die_with_parent
+from weft.environment import LocalLauncher
+from weft.runtime.launch.process_groups import die_with_launcher
 from weft.runtime.launch.world import World
 from weft.units import bytes_text
 
@@ -150,7 +151,7 @@ def meeting() -> Check:
 def _meet(store: str) -> str:
     """The error message; empty if both succeeded."""
     code = "import sys; from weft.cli._checks import meet; meet(int(sys.argv[1]), sys.argv[2])"
-    env = os.environ | {"WEFT_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    env = os.environ | LocalLauncher(pid=os.getpid()).to_env() | {"OMP_NUM_THREADS": "1"}
     until = time.monotonic() + _MEET_S
     pair = []
     try:
@@ -173,7 +174,7 @@ def _meet(store: str) -> str:
 
 def meet(rank: int, store: str) -> None:
     """The body of each of the two processes."""
-    die_with_parent()
+    die_with_launcher()
     World(process=rank, processes=2, local_process=rank, workers=2, store=store).connect(torch.device("cpu"), _MEET_S)
     total = torch.ones(1)
     dist.all_reduce(total)

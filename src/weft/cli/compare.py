@@ -21,7 +21,7 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
-from weft.lab.compare import conduct
+from weft.lab.compare import Comparison, conduct
 from weft.lab.contender import Contender
 from weft.lab.progress import Progress
 from weft.lab.rows import Row, rows_of
@@ -95,6 +95,13 @@ def compare(
     with _Watch(show) as watch:
         found = conduct(spec, watch)
     emit(found.result, json)
+    _print_results(show, found)
+    if found.result["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def _print_results(show: Console, found: Comparison) -> None:
+    """The table, the errors, and the location of the report."""
     rows = rows_of(found.result)
     show.print(_table(rows, show.width))
     for row in rows:
@@ -102,10 +109,8 @@ def compare(
             show.print(f"{row.name}: {row.error}", markup=False)
     one = found.result["one_host"]
     show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
-    show.print(f"{compute} compute on {found.result['machine']['cores']} cores")
+    show.print(f"{found.result['compute']} compute on {found.result['machine']['cores']} cores")
     show.print(f"report: {found.report}" if found.report else 'report: needs matplotlib; pip install "weft[report]"')
-    if found.result["interrupted"]:
-        raise KeyboardInterrupt
 
 
 def _systems(names: list[str], group: str | None) -> list[Contender]:
@@ -191,8 +196,8 @@ class _Watch:
 def _table(rows: Sequence[Row], width: int) -> Table:
     """The rows as a terminal table, with as many columns as fit beside the names."""
     names = min(max(len(row.name) for row in rows), max(20, width // 3))
-    room = width - names
-    chosen = [column for column in _columns(rows) if (room := room - len(column[0]) - 2) >= 0]
+    left = width - names
+    chosen = [column for column in _columns(rows) if (left := left - len(column[0]) - 2) >= 0]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     table.add_column("", overflow="fold", min_width=names)
     for head, _ in chosen:

@@ -15,8 +15,10 @@ from typing import Annotated
 import typer
 
 from weft.cli import app
-from weft.errors import JobError, PeerLost, UserError
+from weft.environment import LocalLauncher, ProcessPlace, RunOptions
+from weft.errors import JobError, PeerLost
 from weft.runtime.launch.launcher import find_job
+from weft.runtime.launch.network import parse_network
 from weft.runtime.launch.process_groups import ended, signal_group
 from weft.runtime.launch.rendezvous import reach, take_assignment
 from weft.transport.messaging import Key, Stranger
@@ -32,12 +34,10 @@ def join(
     network: Annotated[str, typer.Option(help="trusted or untrusted, as for the run itself.")] = "untrusted",
 ) -> None:
     """Join a run as the worker or server that it waits for, until the run ends."""
-    if network not in ("trusted", "untrusted"):
-        raise UserError(f"--network is '{network}', but must be trusted or untrusted")
-    here = socket.gethostname()
+    trust, here = parse_network(network), socket.gethostname()
     key = Key.read(key_file)
     try:
-        rendezvous = reach(address, key, f"{here}, process {os.getpid()}", encrypted=network == "untrusted")
+        rendezvous = reach(address, key, f"{here}, process {os.getpid()}", encrypted=trust == "untrusted")
         seat = take_assignment(rendezvous, _REPLY_S)
     except Stranger as error:
         raise JobError(f"on {here}: {error}") from None
@@ -46,11 +46,12 @@ def join(
             f"no run answers at {address} from {here} ({error}); check that it is up and has the same --network"
         ) from None
     script = find_job(str(job) if job is not None else seat.job)
-    what = f"server {seat.env['WEFT_SERVER']}" if "WEFT_SERVER" in seat.env else f"worker {seat.env['RANK']}"
-    typer.echo(f"{here} is {what} of {script.stem}, {seat.env['WEFT_CLI_STRATEGY']}")
+    place, options = ProcessPlace.from_env(seat.env), RunOptions.from_env(seat.env)
+    role = f"worker {place.rank}" if place.server is None else f"server {place.server}"
+    typer.echo(f"{here} is {role} of {script.stem}, {options.strategy}")
     typer.echo(f"runs {shlex.join([str(script.absolute()), *seat.args])}")
-    env = os.environ | seat.env | {"WEFT_RENDEZVOUS": address, "WEFT_KEY_FILE": str(key_file.absolute())}
-    env |= {"WEFT_NETWORK": network, "WEFT_LAUNCHER": str(os.getpid())}
+    env = os.environ | seat.env | ProcessPlace(rendezvous=address, network=trust).to_env()
+    env |= LocalLauncher(pid=os.getpid(), key_file=key_file.absolute()).to_env()
     command = [sys.executable, "-m", "weft.runtime.launch.child", str(script), *seat.args]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

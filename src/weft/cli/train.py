@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, Self
+from typing import Any, Self
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft import jobs, systems
+from weft import systems
+from weft.cli import _options as options
 from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
+from weft.cli._resume import hold_for_resume, hold_launch, resumed
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
 from weft.lab import child as lab_child
@@ -25,13 +25,14 @@ from weft.lab.cluster import Cluster
 from weft.lab.spec import parse_slow
 from weft.lab.trial import slow_seat
 from weft.runtime.launch.launcher import find_job, launch
+from weft.runtime.launch.network import parse_network
 from weft.runtime.launch.spec import Launch, Seat
 from weft.runtime.launch.strategy_source import DEFAULT, winner
 from weft.runtime.launch.supervise import JobFailedError, Terminated
-from weft.runtime.record.describe import describe_launch, launched
-from weft.runtime.record.files import hold, writing
+from weft.runtime.record.describe import describe_launch
+from weft.runtime.record.new_folder import folders_named, new_folder, remove_folder
 from weft.runtime.record.run_folder import asynchrony, summary
-from weft.store.checkpoint import Policy, found_in, newest, recover, verify
+from weft.store.checkpoint import Policy, found_in
 from weft.strategy import Strategy
 from weft.units import bytes_text
 
@@ -40,64 +41,38 @@ _PLAIN_EVERY_S = 2.0
 
 @app.command(context_settings={"allow_interspersed_args": True})
 def train(
-    job: Annotated[
-        str | None, typer.Argument(help="A script, or a bundled job: text, wide, vision; not needed with --resume.")
-    ] = None,
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the job, after --.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("-n", "--workers", help="Total number of logical workers; 1 by default, or one per host."),
-    ] = None,
-    strategy: Annotated[str | None, typer.Option(help='Strategy, as in "bsp / ring / wfbp", or @file.toml.')] = None,
-    system: Annotated[str | None, typer.Option(help="Strategy of a surveyed system (see `weft systems`).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps to stop after.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of torch, numpy, random and the data order.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; a new one in runs/ by default.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    processes: Annotated[
-        int | None, typer.Option(help="Number of processes that carry the workers; one per worker by default.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
-    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Rendezvous of the machines, on node 0.")] = "",
-    key_file: Annotated[
-        Path | None, typer.Option(help="Key for parameter servers on several machines (see `weft key`).")
-    ] = None,
-    join: Annotated[
-        int,
-        typer.Option(help="Number of processes (the highest ranks) that will be started elsewhere with `weft join`."),
-    ] = 0,
-    network: Annotated[
-        str, typer.Option(help="Network between machines: trusted, or untrusted, which encrypts all traffic.")
-    ] = "untrusted",
-    share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Several processes share one GPU, with Gloo.")
-    ] = False,
-    hosts: Annotated[int | None, typer.Option(help="Number of emulated hosts, each with its own link.")] = None,
+    job: options.Job = None,
+    args: options.Args = None,
+    workers: options.Workers = None,
+    strategy: options.StrategyText = None,
+    system: options.System = None,
+    steps: options.Steps = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
+    device: options.Device = "auto",
+    processes: options.Processes = None,
+    nodes: options.Nodes = 1,
+    node_rank: options.NodeRank = 0,
+    rendezvous: options.Rendezvous = "",
+    key_file: options.KeyFile = None,
+    join: options.Join = 0,
+    network: options.NetworkText = "untrusted",
+    share_gpus: options.ShareGpus = False,
+    hosts: options.Hosts = None,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = False,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; 500 by default, 0 for no checkpoints.")
-    ] = None,
-    keep_last: Annotated[int, typer.Option(help="Number of latest checkpoints to keep.")] = 2,
-    keep_every: Annotated[int, typer.Option(help="Keep checkpoints at multiples of this many steps for good.")] = 0,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Resume a run from its latest complete checkpoint.")
-    ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds to save and exit after SIGTERM.")] = 30.0,
+    trace: options.Trace = False,
+    save_every: options.SaveEvery = None,
+    keep_last: options.KeepLast = 2,
+    keep_every: options.KeepEvery = 0,
+    resume: options.Resume = None,
+    grace: options.Grace = 30.0,
     json: JsonOption = None,
 ) -> None:
     """Train JOB on several workers under a strategy, and record the run in a folder."""
     show = console(json)
-    chosen = _strategy(strategy, system)
-    if system is not None and (named := systems.find(system)).status == "partly":
-        show.print(f"{named.name} runs in part: {named.note}", markup=False)
-    policy = Policy(every=save_every, last=keep_last, milestone=keep_every) if save_every is not None else None
-    if policy is None and (keep_last, keep_every) != (2, 0):
-        policy = Policy(last=keep_last, milestone=keep_every)
-    asked = Launch(
+    given = Launch(
         job=job or "",
         args=tuple(args or ()),
         workers=workers if workers is not None else hosts or 1,
@@ -107,45 +82,59 @@ def train(
         rendezvous=rendezvous,
         key_file=key_file,
         external_ranks=join,
-        network=network,
-        strategy=chosen,
+        network=parse_network(network),
+        strategy=_strategy(strategy, system, show),
         steps=steps,
         seed=seed,
         device=device,
         trace=trace,
         share_gpus=share_gpus,
-        policy=policy,
+        policy=_policy(save_every, keep_last, keep_every),
         grace_s=grace,
-        module=lab_child.MODULE if slow else Launch.module,
+        module=lab_child.MODULE if hosts or slow else Launch.module,
     )
+    site = partial(_site, hosts, bandwidth, link, slow, processes, nodes)
+    row = _run(given, site, show, workers=workers, resume=resume, out=out)
+    if row is not None:
+        emit(row | {"rows": [row]}, json)
+        _print_summary(show, row)
+
+
+def _run(
+    given: Launch,
+    site: Callable[[tuple[int, ...]], AbstractContextManager[tuple[Seat, ...]]],
+    show: Console,
+    *,
+    workers: int | None,
+    resume: Path | None,
+    out: Path | None,
+) -> dict[str, Any] | None:
+    """Start or resume a run with the options of the command line. Returns its summary, on the machine that has it."""
     with ExitStack() as held:
         if resume is not None:
-            if node_rank == 0 and out is None:
-                _hold_whole(held, _run_of(resume))
-            asked = go_on(asked, resume, {"workers": workers, "args": args}, show)
-        elif job is None:
+            if given.node_rank == 0 and out is None:
+                held.enter_context(hold_for_resume(resume))
+            given = resumed(given, resume, workers, show)
+        elif not given.job:
             raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
-        path = find_job(asked.job)
-        source, known = ("the command line", asked.strategy) if asked.strategy else winner(None, path)
-        server_hosts = known.check().server_hosts(asked.workers)
-        spec = replace(asked, servers=len(server_hosts), survives_worker_loss=known.survives_worker_loss).checked()
+        path = find_job(given.job)
+        source, strategy = ("the command line", given.strategy) if given.strategy else winner(None, path)
+        server_hosts = strategy.check().server_hosts(given.workers)
+        survives = strategy.survives_worker_loss
+        spec = replace(given, servers=len(server_hosts), survives_worker_loss=survives).checked()
         made = False
-        if asked.out is None or out is not None:
-            folder, made = _folder(out, path, known, node_rank)
+        if given.out is None or out is not None:
+            folder, made = _folder(out, path, strategy, given.node_rank)
             spec = replace(spec, out=folder)
-            if node_rank == 0:
-                held.enter_context(_held(folder))
+            if given.node_rank == 0:
+                held.enter_context(hold_launch(folder))
         several = f"{spec.workers} worker{'s' * (spec.workers != 1)}"
-        show.print(f"{path.stem}: {several}" + (f", {known}" if source != DEFAULT else ""))
-        site = _site(hosts, bandwidth, link, slow, processes, nodes, server_hosts)
-        row = _trained(spec, site, show, path, made)
-    if row is None:
-        return
-    if made and out is None and row["strategy"] != str(known):  # the job itself set the strategy; rename the folder
-        folder = Path(row["folder"])
-        row["folder"] = str(folder.rename(_folder(None, path, Strategy.parse(row["strategy"]))[0]))
-    emit(row | {"rows": [row]}, json)
-    _print_summary(show, row)
+        show.print(f"{path.stem}: {several}" + (f", {strategy}" if source != DEFAULT else ""))
+        row = _trained(spec, site(server_hosts), show, path, made)
+    if row is not None and made and out is None and row["strategy"] != str(strategy):  # the job itself set the strategy
+        renamed, _ = _folder(None, path, Strategy.parse(row["strategy"]))
+        row["folder"] = str(Path(row["folder"]).rename(renamed))
+    return row
 
 
 def _trained(
@@ -167,25 +156,6 @@ def _trained(
         remedy = f"; resume with `weft train --resume {folder}`" if there else ""
         _tidy(folder, made)
         raise Terminated(f"{job.stem} was {error}{remedy}") from None
-
-
-def _held(folder: Path) -> IO[bytes]:
-    """Lock a run folder, so that a running run cannot be resumed at the same time."""
-    with writing(folder):
-        return hold(folder, "launch")
-
-
-def _hold_whole(held: ExitStack, run: Path) -> None:
-    """Lock a run that is to be resumed, and recover a checkpoint that was being replaced."""
-    launched(run)
-    held.enter_context(_held(run))
-    with writing(run), hold(run, "run"):
-        recover(run / "checkpoints")
-
-
-def _run_of(resume: Path) -> Path:
-    """The run folder, given it or one of its checkpoints."""
-    return resume.absolute().parent.parent if (resume / "manifest.json").exists() else resume
 
 
 @contextmanager
@@ -216,99 +186,38 @@ def _site(
             raise JobError("no traffic crossed the emulated links: the run bypassed them; run without --hosts")
 
 
-def go_on(asked: Launch, resume: Path, said: dict[str, Any], show: Console) -> Launch:
-    """The same run, resumed from its latest complete checkpoint; options on the command line take precedence."""
-    run = _run_of(resume)
-    before = launched(run)
-    path = find_job(before.job)
-    if asked.job and find_job(asked.job).resolve() != path.resolve():
-        raise UserError(f"{run} is a run of {before.job}, not of {asked.job}; omit the job, or start a new run")
-    if not asked.job:
-        _check_trusted(before.job, path, run)
-    alone = run != resume
-    checkpoint, manifest, refused = (resume, verify(resume), []) if alone else newest(run / "checkpoints")
-    for what in refused:
-        show.print(f"{what}; it is skipped", markup=False)
-    show.print(f"resuming after step {manifest.step}, from {checkpoint}", markup=False)
-    show.print(f"the job is {' '.join([str(path), *(said['args'] or before.args)])}", markup=False)
-    steps = asked.steps if asked.steps is not None else before.steps
-    if steps is not None and manifest.step >= steps:
-        show.print(f"all {steps} steps are done; give a larger --steps to train on", markup=False)
-    workers = said["workers"] or before.workers
-    processes = asked.processes if asked.processes is not None else before.processes
-    if said["workers"] and asked.processes is None:
-        processes = None
-    return replace(
-        asked,
-        job=before.job,
-        args=tuple(said["args"] or before.args),
-        workers=workers,
-        processes=processes,
-        strategy=asked.strategy or Strategy.parse(manifest.strategy),
-        steps=steps,
-        seed=before.seed if asked.seed is None else asked.seed,
-        device=asked.device if asked.device != "auto" else before.device,
-        share_gpus=asked.share_gpus or before.share_gpus,
-        policy=asked.policy or before.policy,
-        out=run,
-        resume=checkpoint.absolute(),
-    )
-
-
-def _check_trusted(job: str, path: Path, run: Path) -> None:
-    """Refuse to run a script that only the run folder names and that another user may have put there."""
-    inside = path.resolve().is_relative_to(run.resolve())
-    if jobs.path(job) is None and (inside or path.stat().st_uid != os.geteuid()):
-        why = "lies in the run folder" if inside else "belongs to another user"
-        raise UserError(
-            f"{run / 'launch.json'} names the job {path}, which {why}; if you trust it, name it yourself: "
-            f"weft train {path} --resume {run}"
-        )
-
-
-def _strategy(strategy: str | None, system: str | None) -> Strategy | None:
+def _strategy(strategy: str | None, system: str | None, show: Console) -> Strategy | None:
     if strategy is not None and system is not None:
         raise UserError("--strategy and --system both name a strategy; give only one of them")
-    if system is not None:
-        return systems.strategy(system)
-    return Strategy.parse(strategy) if strategy is not None else None
+    if system is None:
+        return Strategy.parse(strategy) if strategy is not None else None
+    named, found = systems.find(system), systems.strategy(system)
+    if named.status == "partly":
+        show.print(f"{named.name} runs in part: {named.note}", markup=False)
+    return found
+
+
+def _policy(every: int | None, last: int, milestone: int) -> Policy | None:
+    """The policy of the command line; None: the job decides."""
+    if every is not None:
+        return Policy(every=every, last=last, milestone=milestone)
+    return Policy(last=last, milestone=milestone) if (last, milestone) != (2, 0) else None
 
 
 def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> tuple[Path, bool]:
-    """The folder given with --out, if it holds no run yet, or a new one in runs/; and whether it was made here."""
-    if out is not None:
-        if node_rank > 0:
-            return out, False
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"--out {out} exists and is not an empty folder; give a new one, runs are not overwritten")
-        return out, _made(out)
+    """The folder of a new run, and whether it was made here: node 0 makes it."""
     name = f"{job.stem}-{strategy.digest}"
-    numbers = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in range(1, 100_000))
     if node_rank > 0:
-        return next(folder for folder in numbers if not folder.exists()), False
-    return next(folder for folder in numbers if _made(folder)), True
-
-
-def _made(folder: Path) -> bool:
-    """Make a folder. Returns whether this call made it, so that two runs never share one."""
-    with writing(folder):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            return False
-    return True
+        return out or next(folder for folder in folders_named(name) if not folder.exists()), False
+    return new_folder(out, name)
 
 
 def _tidy(folder: Path, made: bool) -> None:
     """Remove a folder that was made for a run without a single step."""
     if not made or not folder.is_dir() or found_in(folder / "checkpoints"):
         return
-    if any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.parent == Path("runs"):
-        with suppress(OSError):  # other runs are in it
-            folder.parent.rmdir()
+    if not any(file.stat().st_size for file in folder.glob("events-*.jsonl")):
+        remove_folder(folder)
 
 
 def _print_summary(show: Console, row: dict[str, Any]) -> None:

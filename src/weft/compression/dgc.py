@@ -64,12 +64,12 @@ class Dgc(Compressor):
             pieces.append(replace(piece, grad=due, residual=due))
         top = Topk(ratio=self._ratio(ctx.step), sampled=self.sampled)
         inner = top.exchange(Bucket(tuple(pieces)), state, ctx)
-        asked = next(inner)
-        assert isinstance(asked, All), "top-k gathers values and indices"
-        chosen = asked.payload[1].split([top.k(piece.spec.numel) for piece in pieces])
+        gather = next(inner)
+        assert isinstance(gather, All), "top-k gathers values and indices"
+        chosen = gather.payload[1].split([top.k(piece.spec.numel) for piece in pieces])
         for piece, places in zip(pieces, chosen, strict=True):
             state[piece.spec.name]["velocity"].index_fill_(0, places.long(), 0.0)
-        payloads = yield asked
+        payloads = yield gather
         try:
             inner.send(payloads)
         except StopIteration:

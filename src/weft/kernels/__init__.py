@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from weft.environment import UserSettings
 
 
 def of(tensor: Tensor) -> ModuleType | None:
@@ -24,7 +25,7 @@ def of(tensor: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _on(device: str) -> ModuleType | None:
-    if os.environ.get("WEFT_KERNELS") == "plain" or device not in ("cpu", "cuda"):
+    if UserSettings.from_env().kernels == "plain" or device not in ("cpu", "cuda"):
         return None
     if device == "cuda":
         return importlib.import_module("weft.kernels.cuda") if importlib.util.find_spec("triton") else None

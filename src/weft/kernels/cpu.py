@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weft.environment import UserSettings
 from weft.errors import PayloadError
-from weft.kernels.build import load
+from weft.native import load
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
 
 def _flags() -> list[str]:
     """With WEFT_SANITIZE=1, build with AddressSanitizer and UBSan; libasan must be preloaded into the process."""
-    return [*_FLAGS, *_WATCHED] if os.environ.get("WEFT_SANITIZE") == "1" else _FLAGS
+    return [*_FLAGS, *_WATCHED] if UserSettings.from_env().sanitize else _FLAGS
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -22,17 +22,17 @@ def _count(x, least, counts, count, tile: tl.constexpr):
 
 
 @triton.jit
-def _collect(x, least, ends, counts, places, room, count, tile: tl.constexpr):
+def _collect(x, least, ends, counts, places, capacity, count, tile: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     size = tl.abs(tl.load(x + at, mask=at < count, other=0.0))
     passed = (size >= tl.load(least)) & (at < count)
     before = tl.load(ends + tl.program_id(0)) - tl.load(counts + tl.program_id(0))
     to = before + tl.cumsum(passed.to(tl.int32), axis=0) - 1
-    tl.store(places + to, at.to(tl.int32), mask=passed & (to < room))
+    tl.store(places + to, at.to(tl.int32), mask=passed & (to < capacity))
 
 
 def places_from(x: Tensor, least: Tensor, places: Tensor) -> int:
-    """Write the first indices of values with magnitude `least` or more; returns how many, at most the room."""
+    """Write the first indices of values with magnitude `least` or more, as many as fit; returns how many."""
     return min(places.numel(), _places_from(x, least, places))
 
 

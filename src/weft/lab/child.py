@@ -1,5 +1,6 @@
 """One process of a run of the lab: `python -m weft.lab.child JOB …`.
 
+    WEFT_HOST="LAB 0 -"   the process goes on as one on this emulated host
     WEFT_SLOW=4x          the process is a straggler; 4x@10%: in a tenth of the steps, drawn by seed and rank
     WEFT_SLEEP=FILE       computing sleeps for the durations of this profile
     WEFT_PROFILE=FILE     the profile of this process is measured and written here
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.environment import LabOptions
+from weft.lab.exec_on_host import enter
 from weft.runtime.launch import child
-from weft.runtime.launch.process_groups import die_with_parent
+from weft.runtime.launch.process_groups import die_with_launcher
 from weft.runtime.loop.instruments import attached
 
 if TYPE_CHECKING:
@@ -27,7 +29,11 @@ MODULE = "weft.lab.child"
 
 
 def main() -> None:
-    die_with_parent()  # instruments import torch, which takes seconds; the launcher may be killed meanwhile
+    host = LabOptions.from_env().host
+    if host is not None:
+        lab, number, cpus = host.split()
+        enter(lab, int(number), cpus)
+    die_with_launcher()  # instruments import torch, which takes seconds; the launcher may be killed meanwhile
     with attached(*instruments(os.environ)):
         child.main()
 
@@ -41,15 +47,16 @@ def instruments(env: Mapping[str, str]) -> list[Instrument]:
     from weft.profile import Profile
 
     found: list[Instrument] = []
-    slow = Slow.parse(env["WEFT_SLOW"]) if env.get("WEFT_SLOW") else Slow()
-    if env.get("WEFT_SLEEP"):
-        found.append(SleepingCompute(profile=Profile.read(Path(env["WEFT_SLEEP"])), slow=slow))
-    elif env.get("WEFT_SLOW"):
+    options = LabOptions.from_env(env)
+    slow = Slow.parse(options.slow) if options.slow else Slow()
+    if options.sleep:
+        found.append(SleepingCompute(profile=Profile.read(options.sleep), slow=slow))
+    elif options.slow:
         found.append(Straggler(slow=slow))
-    if env.get("WEFT_PROFILE"):
-        found.append(Profiler(file=Path(env["WEFT_PROFILE"])))
-    if env.get("WEFT_PEER"):
-        found.append(peers.find(env["WEFT_PEER"]))
+    if options.profile:
+        found.append(Profiler(file=options.profile))
+    if options.peer:
+        found.append(peers.find(options.peer))
     return found
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from weft.environment import LabOptions, LocalLauncher, ProcessPlace
 from weft.errors import JobError, UserError
 from weft.lab import control_socket
 from weft.runtime.launch.spec import Seat
@@ -38,17 +39,17 @@ class NoLabError(JobError):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A host's cable: what was asked of it, and what it was measured to carry (both ways; None: not measured yet)."""
+    """A host's cable: its configured rate, and the rates measured in both directions (None: not measured yet)."""
 
     host: int
-    asked: Bandwidth
+    rate: Bandwidth
     up_bit_s: float | None = None
     down_bit_s: float | None = None
     payload_bytes_s: float | None = None
 
     def row(self) -> dict[str, Any]:
         rates = {"up_bit_s": self.up_bit_s, "down_bit_s": self.down_bit_s, "payload_bytes_s": self.payload_bytes_s}
-        return {"host": self.host, "asked_bit_s": int(self.asked), **rates}
+        return {"host": self.host, "asked_bit_s": int(self.rate), **rates}
 
 
 class Cluster:
@@ -73,7 +74,7 @@ class Cluster:
         for rate in rates.values():
             if not _LEAST <= rate <= _MOST:
                 raise UserError(f"a link of {rate} cannot be emulated; choose from {_LEAST} to {_MOST}")
-        self.links = [Link(host=host, asked=rate) for host, rate in rates.items()]
+        self.links = [Link(host=host, rate=rate) for host, rate in rates.items()]
         self.name = name or f"{os.getpid()}-{secrets.token_hex(4)}"
         self.verify, self.detached = verify, name is not None
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,7 +102,7 @@ class Cluster:
         """Make it. Raises NoLabError where that is not allowed."""
         if sys.platform != "linux":
             raise NoLabError("emulated clusters need Linux; use --links loopback to run without shaped links")
-        spec = {"name": self.name, "rates": [int(link.asked) for link in self.links], "detached": self.detached}
+        spec = {"name": self.name, "rates": [int(link.rate) for link in self.links], "detached": self.detached}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "weft.lab.cluster_process", json.dumps(spec)],
             stdin=subprocess.DEVNULL if self.detached else subprocess.PIPE,
@@ -142,17 +143,20 @@ class Cluster:
         if not chosen:
             return ()
         address = self.ask("describe")["addresses"][chosen[0]]
-        env = {"MASTER_ADDR": address, "MASTER_PORT": str(_RENDEZVOUS_PORT), "WEFT_STORE": ""}
-        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0", "WEFT_LAUNCHER": "0"}
-        env |= {"WEFT_NETWORK": "trusted"}
+        env = {"MASTER_ADDR": address, "MASTER_PORT": str(_RENDEZVOUS_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+        env |= ProcessPlace(local_rank=0, local_world_size=1, network="trusted").to_env()
+        env |= LocalLauncher(pid=0, store="").to_env()  # the launcher is outside of the hosts' process namespace
         env |= {"OMP_NUM_THREADS": str(self.threads)}
-        return tuple(Seat(enter=self.command(host), env=env) for host in chosen)
+        places = (f"{self.name} {host} {self._cpus(host)}" for host in chosen)
+        return tuple(Seat(env=env | LabOptions(host=place).to_env()) for place in places)
 
     def command(self, host: int) -> tuple[str, ...]:
         """What to put before a command so that it runs on a host."""
+        return (sys.executable, "-m", "weft.lab.exec_on_host", self.name, str(host), self._cpus(host))
+
+    def _cpus(self, host: int) -> str:
         cores = self.cores(host)
-        cpus = ",".join(str(core) for core in cores) if cores else "-"
-        return (sys.executable, "-m", "weft.lab.exec_on_host", self.name, str(host), cpus)
+        return ",".join(str(core) for core in cores) if cores else "-"
 
     def cores(self, host: int) -> list[int] | None:
         """The cores that a host has to itself; None where there are fewer cores than hosts, and all share all."""
@@ -198,8 +202,8 @@ class Cluster:
         assert link.up_bit_s is not None and link.down_bit_s is not None
         raise JobError(
             f"the link of host {link.host} carries {link.up_bit_s / 1e6:.0f} Mbit/s up and "
-            f"{link.down_bit_s / 1e6:.0f} down where {link.asked / 1e6:.0f} were asked, with all {self.hosts} hosts "
-            "sending; this machine cannot carry more, lower --bandwidth or --hosts"
+            f"{link.down_bit_s / 1e6:.0f} down where {link.rate / 1e6:.0f} were configured, with all {self.hosts} "
+            "hosts sending; this machine cannot carry more, lower --bandwidth or --hosts"
         )
 
     def measure(self, seconds: float = _PROBE_S) -> None:
@@ -207,7 +211,7 @@ class Cluster:
         all other hosts, since what a fast host sends to a slow one would crowd out the slow one's own traffic."""
         n = self.hosts
         up, down, payload = [0.0] * n, [0.0] * n, [0.0] * n
-        if len({link.asked for link in self.links}) == 1:
+        if len({link.rate for link in self.links}) == 1:
             ring = [(host, (host + 1) % n) for host in range(n)]
             got = self.ask("measure", senders=ring, seconds=seconds)
             payload = got["payload"]
@@ -220,13 +224,13 @@ class Cluster:
                 got = self.ask("measure", senders=[(other, host) for other in others], seconds=seconds)
                 down[host] = got["links"][host][1] * 8
         self.links = [
-            Link(host=h, asked=link.asked, up_bit_s=up[h], down_bit_s=down[h], payload_bytes_s=payload[h])
+            Link(host=h, rate=link.rate, up_bit_s=up[h], down_bit_s=down[h], payload_bytes_s=payload[h])
             for h, link in enumerate(self.links)
         ]
 
     def _fillable(self, link: Link) -> bool:
         """Whether all others together are fast enough to fill a link; one that is not cannot be verified."""
-        return link.asked <= sum(other.asked for other in self.links if other.host != link.host)
+        return link.rate <= sum(other.rate for other in self.links if other.host != link.host)
 
 
 class Loopback:
@@ -261,7 +265,7 @@ def _better(one: Link, other: Link) -> Link:
 
 
 def _error(link: Link) -> float:
-    return max(abs((rate or 0.0) / link.asked - 1) for rate in (link.up_bit_s, link.down_bit_s))
+    return max(abs((rate or 0.0) / link.rate - 1) for rate in (link.up_bit_s, link.down_bit_s))
 
 
 def _path() -> list[str]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.lab import control_socket, namespaces
+from weft.runtime.launch.process_groups import die_with_parent
 
 NETWORK = "10.231.0."
 _ROOT = 0xFFFFFFFF
@@ -197,7 +198,7 @@ def main() -> None:
         sys.stdin.close()
         _, status = os.waitpid(first, 0)
         sys.exit(os.waitstatus_to_exitcode(status) & 255)
-    namespaces.die_with_parent()
+    die_with_parent()
     try:
         namespaces.private_mounts()
         cluster = ClusterProcess(spec["rates"], user)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from weft.runtime.launch.launcher import find_job
 from weft.runtime.launch.supervise import JobFailedError
 from weft.runtime.record import run_folder
 from weft.runtime.record.files import write_json
+from weft.runtime.record.new_folder import new_folder, remove_folder
 from weft.strategy import Strategy
 
 _ALONE = Contender(name="computing alone", peer="alone")
@@ -79,20 +79,20 @@ def compare(
 
 def conduct(spec: CompareSpec, watch: Callable[[Progress], None]) -> Comparison:
     """Carry a comparison out. Interrupted, it keeps and reports what is finished."""
-    out = _folder(spec)
-    fresh = not out.exists()
+    folder, made = new_folder(Path(spec.out) if spec.out is not None else None, f"compare-{find_job(spec.job).stem}")
+    out = folder.absolute()
     progress = Progress(spec=spec)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         with _site(spec) as site:
             progress.links, progress.threads = [link.row() for link in site.links], site.threads
             progress.emulated = isinstance(site, Cluster)
-            _make(out)
             _runs(spec, progress, site, out, watch)
     except BaseException as error:
         progress.interrupted = isinstance(error, KeyboardInterrupt)
         if not progress.interrupted or not (progress.samples or progress.errors):
-            _tidy(out, fresh)
+            if made:
+                remove_folder(out)
             raise
     result = _result(spec, progress, out, began)
     write_json(out / "compare.json", result)
@@ -190,33 +190,6 @@ def _expected(spec: CompareSpec, progress: Progress, startup: float) -> float:
         wire = contender.declared_bytes(specs, spec.hosts) / rate if rate else 0.0
         total += startup * crowd + spec.steps * (computing + wire)
     return total * spec.seeds
-
-
-def _folder(spec: CompareSpec) -> Path:
-    """A new folder for the runs, the result and the report."""
-    out = Path(spec.out) if spec.out is not None else None
-    if out is None:
-        stem = find_job(spec.job).stem
-        numbers = (Path("runs") / f"compare-{stem}{'' if n == 1 else f'-{n}'}" for n in range(1, 100_000))
-        out = next(folder for folder in numbers if not folder.exists())
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists and is not an empty folder; give a new one, results are not overwritten")
-    return out.absolute()
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}; give another") from None
-
-
-def _tidy(out: Path, fresh: bool) -> None:
-    """A folder that was made for a comparison without a single row goes away with it."""
-    if fresh:
-        shutil.rmtree(out, ignore_errors=True)
-        if out.parent == Path("runs").absolute() and out.parent.is_dir() and not any(out.parent.iterdir()):
-            out.parent.rmdir()
 
 
 def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 from pathlib import Path
 
 NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,11 +37,6 @@ def bind(source: str, target: str) -> None:
 
 def hostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
-
-
-def die_with_parent() -> None:
-    """SIGKILL when the thread that forked this process is gone."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def isolate() -> bool:

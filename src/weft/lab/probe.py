@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from weft.lab import namespaces
+from weft.runtime.launch.process_groups import die_with_parent
 
 if TYPE_CHECKING:
     from weft.lab.cluster_process import ClusterProcess
@@ -60,7 +61,7 @@ def _fork(act: Any) -> int:
     child = os.fork()
     if child:
         return child
-    namespaces.die_with_parent()
+    die_with_parent()
     status = 1
     try:
         act()

@@ -102,8 +102,8 @@ def setting(result: Result) -> str:
     cluster, seeds = result["cluster"], result["seeds"]
     hosts = f"{cluster['hosts']} {'emulated ' if cluster['emulated'] else ''}host{'s' if cluster['hosts'] != 1 else ''}"
     slow = [f"host {host} slowed {factor}" for host, _, factor in (item.partition("=") for item in cluster["slow"])]
-    asked = sorted({link["asked_bit_s"] for link in cluster["links"]}, key=lambda rate: (rate is None, rate))
-    rates = [bit_rate(rate) for rate in asked]
+    configured = sorted({link["asked_bit_s"] for link in cluster["links"]}, key=lambda rate: (rate is None, rate))
+    rates = [bit_rate(rate) for rate in configured]
     span = listed(rates) if len(rates) <= 3 else f"{rates[0]} to {rates[-1]}"
     links = f"links of {span}" if rates else "links as they are"
     compute = "sleeping compute" if result["compute"] == "sleep" else f"{result['compute']} compute"
@@ -317,7 +317,7 @@ def _pairs(pairs: dict[str, str]) -> str:
 def _links(links: Sequence[dict[str, Any]]) -> str:
     if not links:
         return "<p>The links are the machine's own; they were not measured.</p>\n"
-    heads = ("host", "asked", "measured up", "measured down", "payload")
+    heads = ("host", "configured", "measured up", "measured down", "payload")
     lines = []
     for link in links:
         rates = (bit_rate(link[key]) for key in ("asked_bit_s", "up_bit_s", "down_bit_s"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.environment import LabOptions
 from weft.errors import JobError
 from weft.lab import figures
 from weft.lab.child import MODULE
@@ -118,14 +119,11 @@ def _seats(
     task: Task, site: Site, contender: Contender, hosts: int, scratch: Path, profile_to: Path | None
 ) -> tuple[Seat, ...]:
     """The hosts' seats; the workers' carry the variables that `lab/child.py` makes instruments from."""
-    env = {"WEFT_MARKS": f"{task.warmup(contender.period)},{task.steps}"}
-    if contender.peer:
-        env["WEFT_PEER"] = contender.peer
-    if task.profile is not None:
-        task.profile.write(scratch / "profile.json")
-        env["WEFT_SLEEP"] = str(scratch / "profile.json")
-    if profile_to is not None:
-        env["WEFT_PROFILE"] = str(profile_to)
+    sleep = scratch / "profile.json" if task.profile is not None else None
+    if task.profile is not None and sleep is not None:
+        task.profile.write(sleep)
+    marks = (task.warmup(contender.period), task.steps)
+    env = LabOptions(marks=marks, peer=contender.peer or None, sleep=sleep, profile=profile_to).to_env()
     seats = []
     for host, seat in enumerate(site.seats(range(hosts))):
         seats.append(slow_seat(replace(seat, env={**seat.env, **env}), task.slow.get(host)))
@@ -134,7 +132,7 @@ def _seats(
 
 def slow_seat(seat: Seat, slow: Slow | None) -> Seat:
     """The same seat for a straggler, in a launch whose module is `weft.lab.child`."""
-    return replace(seat, env={**seat.env, "WEFT_SLOW": str(slow)}) if slow else seat
+    return replace(seat, env={**seat.env, **LabOptions(slow=str(slow)).to_env()}) if slow else seat
 
 
 def _check_links(contender: Contender, hosts: int, out: Path, seen: int | None) -> None:

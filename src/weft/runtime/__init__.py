@@ -1,6 +1,6 @@
 """Perform a strategy. Read `run.py`, then `modes/__init__.py`.
 
-run.py        init() and Run: the public methods, each delegating
+run.py        init() and Run: the public methods, each delegating to loop/worker_run.py or server/process.py
 modes/        how a run is carried out: one contract, one file for each way
 loop/         the user's optimizer, data and random numbers, and what a loop must not do
 engine/       gradient buckets, exchanged beside backward

@@ -81,14 +81,14 @@ class Priority(Schedule):
 def _groups(specs: Sequence[Spec], least: int) -> list[list[Spec]]:
     """Merge adjacent parameters that are smaller than `least`."""
     groups: list[list[Spec]] = []
-    room = 0
+    free_bytes = 0
     for spec in specs:
-        if room > 0 and spec.nbytes < least:
+        if free_bytes > 0 and spec.nbytes < least:
             groups[-1].append(spec)
         else:
             groups.append([spec])
-            room = least if spec.nbytes < least else 0
-        room -= spec.nbytes
+            free_bytes = least if spec.nbytes < least else 0
+        free_bytes -= spec.nbytes
     return groups
 
 

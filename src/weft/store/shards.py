@@ -176,14 +176,14 @@ def _start_writing(descriptor: int, at: int) -> None:
 def _blocks(parts: Sequence[memoryview]) -> list[list[memoryview]]:
     """The same bytes, divided into blocks."""
     blocks: list[list[memoryview]] = [[]]
-    room = BLOCK
+    free = BLOCK
     for part in parts:
         while part:
-            if not room:
+            if not free:
                 blocks.append([])
-                room = BLOCK
-            blocks[-1].append(part[:room])
-            room -= len(blocks[-1][-1])
+                free = BLOCK
+            blocks[-1].append(part[:free])
+            free -= len(blocks[-1][-1])
             part = part[len(blocks[-1][-1]) :]
     return blocks
 

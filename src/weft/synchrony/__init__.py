@@ -74,9 +74,9 @@ class Synchrony(Answer, ABC):
     def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
         """Correct a gradient computed with `read` for the model `now`; None if it is rejected."""
 
-    def momentum(self, asked: float, workers: int) -> float:
-        """The optimizer's effective momentum, if the loop sets `asked`."""
-        return asked
+    def momentum(self, requested: float, workers: int) -> float:
+        """The optimizer's effective momentum, if the loop sets `requested`."""
+        return requested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,5 +109,5 @@ class Wrapper(Synchrony):
     def correct(self, grad: Tensor, now: Tensor, read: Tensor, staleness: int) -> Tensor | None:
         return self.inner.correct(grad, now, read, staleness)
 
-    def momentum(self, asked: float, workers: int) -> float:
-        return self.inner.momentum(asked, workers)
+    def momentum(self, requested: float, workers: int) -> float:
+        return self.inner.momentum(requested, workers)

@@ -21,5 +21,5 @@ class NegativeMomentum(Wrapper):
         if not -1 < self.least <= 0:
             raise ValueError(f"least is {self.least}, but must lie in (-1, 0]")
 
-    def momentum(self, asked: float, workers: int) -> float:
-        return max(self.least, self.inner.momentum(asked, workers) - (1 - 1 / workers))
+    def momentum(self, requested: float, workers: int) -> float:
+        return max(self.least, self.inner.momentum(requested, workers) - (1 - 1 / workers))

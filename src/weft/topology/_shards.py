@@ -70,14 +70,14 @@ def bundles(
         return [(part,) for part in ranges]
     size = {spec.name: spec.dtype.itemsize for spec in specs}
     found: list[Bundle] = []
-    room = 0
+    free_bytes = 0
     for part in ranges:
         nbytes = part.numel * size[part.name]
-        if nbytes < least and room > 0 and len(found[-1]) < _COMPANY:
+        if nbytes < least and free_bytes > 0 and len(found[-1]) < _COMPANY:
             found[-1] += (part,)
-            room -= nbytes
+            free_bytes -= nbytes
             continue
         pieces = max(1, -(-nbytes // most)) if most else 1
         found += [(Range(part.name, part.start + a, part.start + b),) for a, b in bounds(part.numel, pieces)]
-        room = least - nbytes if nbytes < least else 0
+        free_bytes = least - nbytes if nbytes < least else 0
     return found

@@ -141,8 +141,8 @@ class Processes:
             ranks = layout.carried(source)
             for key in forest(0, layout.workers, ranks.start, ranks.stop):
                 dtype = wide(home.dtype) if key[1] - key[0] > 1 else home.dtype  # a leaf is not a sum
-                arrived[key], room = self._room((tag, key[0], size, dtype, home.device))
-                recvs.append((source, room))
+                arrived[key], scratch = self._scratch_for((tag, key[0], size, dtype, home.device))
+                recvs.append((source, scratch))
         yield self._post([(to, part[to]) for to in others for part in parts], recvs, tag)
         add_into(flat[mine], arrived, 0, layout.workers)
         whole = self._pieces(flat, cuts)
@@ -244,12 +244,12 @@ class Processes:
         memory, width = raw(flat), flat.element_size()
         return [memory[a * width : b * width] for a, b in cuts]
 
-    def _room(self, key: tuple[int, int, int, torch.dtype, torch.device]) -> tuple[Tensor, Message]:
+    def _scratch_for(self, key: tuple[int, int, int, torch.dtype, torch.device]) -> tuple[Tensor, Message]:
         """Memory for parts that arrive, reused in every step."""
         if key not in self.scratch:
             _, _, numel, dtype, device = key
-            room = torch.empty(numel, dtype=dtype, device=device)
-            self.scratch[key] = room, self._pieces(room, [(0, numel)])[0]
+            scratch = torch.empty(numel, dtype=dtype, device=device)
+            self.scratch[key] = scratch, self._pieces(scratch, [(0, numel)])[0]
         return self.scratch[key]
 
     # --- agreements, outside of steps -------------------------------------------------------------------------------

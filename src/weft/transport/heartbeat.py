@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from weft.errors import UserError
-from weft.kernels.build import load
+from weft.environment import Timeouts
+from weft.native import load
 from weft.transport.tcp import tune_heartbeat
 
 WITHOUT_NATIVE_S = 60.0
@@ -38,20 +38,9 @@ _PYTHON = 2
 """The byte of a sender in Python; heartbeat.cpp has that of the native one."""
 
 
-def seconds(name: str, default: float, env: Mapping[str, str] = os.environ) -> float:
-    """The value of an environment variable in seconds. Raises UserError where it is not a positive number."""
-    try:
-        value = float(env.get(name) or default)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise UserError(f"{name} is '{env[name]}', but must be a number of seconds above 0, as in {default:g}")
-    return value
-
-
 def peer_timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Limit in seconds until a peer without a sign of life is named."""
-    return seconds("WEFT_PEER_TIMEOUT_S", 5.0, env)
+    return Timeouts.from_env(env).peer_timeout_s
 
 
 class Pulse:

@@ -7,7 +7,6 @@ They happen when the loop requests its next batch. Everything that it does after
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.environment import RunOptions
 from weft.errors import UserError, WeftError
 from weft.ops import Spec
 from weft.profile import Measured
@@ -90,7 +90,7 @@ class Lifecycle:
         self.parts = parts
         self.position.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
-        name = Path(os.environ.get("WEFT_JOB", "")).stem
+        name = (RunOptions.from_env().job or Path()).stem
         self._job = {"name": name, "model": kinds, "optimizer": type(parts.optimizer).__name__}
         back = parts.mode.rejoined
         if self.folder is not None and self.policy.every:
@@ -302,10 +302,7 @@ def _appears(path: Path) -> bool:
 
 def policy_here(every: int | None) -> Policy | None:
     """The policy of the environment or the call; None if neither specifies one."""
-    env = os.environ
-    try:
-        chosen = int(env["WEFT_SAVE_EVERY"]) if "WEFT_SAVE_EVERY" in env else every
-        keep = {"last": int(env.get("WEFT_KEEP_LAST", 2)), "milestone": int(env.get("WEFT_KEEP_EVERY", 0))}
-    except ValueError as error:
-        raise UserError(f"WEFT_SAVE_EVERY, WEFT_KEEP_LAST or WEFT_KEEP_EVERY is not a whole number: {error}") from None
-    return None if chosen is None else Policy(every=chosen, **keep)
+    env = RunOptions.from_env()
+    chosen = every if env.save_every is None else env.save_every
+    keep = {"last": env.keep_last, "milestone": env.keep_every}
+    return None if chosen is None else Policy(every=chosen, **{k: v for k, v in keep.items() if v is not None})

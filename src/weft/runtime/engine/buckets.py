@@ -30,13 +30,14 @@ class BucketMemory:
         """The factors of gradients, if the compressor needs them."""
         self.looked_at: dict[int, bool] = {}
         """Whether a gradient is finite, if that was determined while it was scaled."""
-        self.alone: dict[int, tuple[int, Spec]] = {}
+        self.single_parameter: dict[int, tuple[int, Spec]] = {}
+        """By parameter with a bucket to itself: that bucket."""
         self.buckets: list[Bucket | None] = [None] * len(members)
         self._views: dict[int, Tensor] = {}
         self._values = {i: _flat(params[i]) for inside in members for i in inside}
         for b, (group, inside) in enumerate(zip(timetable.buckets, members, strict=True)):
             if len(inside) == 1:
-                self.alone[inside[0]] = b, group[0]
+                self.single_parameter[inside[0]] = b, group[0]
                 continue
             sizes = [spec.numel for spec in group]
             flat = torch.zeros(sum(sizes), dtype=group[0].dtype, device=params[inside[0]].device)
@@ -79,7 +80,7 @@ class BucketMemory:
 
         A bucket of several parameters is filled later, all at once: `fill`.
         """
-        if index not in self.alone:
+        if index not in self.single_parameter:
             self._waiting[index] = grad, share
             return
         if not self.holds(index, grad):
@@ -116,13 +117,13 @@ class BucketMemory:
 
     def zero(self, index: int) -> None:
         """Set a missing gradient to zero."""
-        if index in self.alone and index not in self._views:
+        if index in self.single_parameter and index not in self._views:
             self.take(index, _fresh(self.params[index]))
         self._views[index].zero_()
 
     def take(self, index: int, grad: Tensor) -> None:
         """Use a gradient's own memory as its bucket."""
-        b, spec = self.alone[index]
+        b, spec = self.single_parameter[index]
         flat = grad.as_strided((grad.numel(),), (1,))
         self._views[index] = grad
         if self.leads and self.params[index].grad is not None:
@@ -131,7 +132,7 @@ class BucketMemory:
 
     def release(self) -> None:
         """Release memory that autograd allocated, so that it can be reused."""
-        for index, (b, _) in self.alone.items():
+        for index, (b, _) in self.single_parameter.items():
             self._views.pop(index, None)
             self.buckets[b] = None
 

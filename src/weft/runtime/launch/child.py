@@ -11,12 +11,13 @@ import time
 import traceback
 from pathlib import Path
 
+from weft.environment import LocalLauncher
 from weft.errors import JobError, UserError
-from weft.runtime.launch.process_groups import TERMINATED, die_with_parent, end_group_with_parent
+from weft.runtime.launch.process_groups import TERMINATED, die_with_launcher, end_group_with_parent
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_launcher()
     end_group_with_parent()
     from weft.runtime import run  # imports torch, which takes seconds
 
@@ -71,12 +72,12 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _leave_word(kind: str, message: str, trace: str, *, user: bool) -> None:
-    folder = os.environ.get("WEFT_WORD")
+    folder = LocalLauncher.from_env().failures
     if folder is None:
         sys.stderr.write(trace or message + "\n")
         return
     word = {"kind": kind, "message": message, "traceback": trace, "user": user, "time": time.time()}
-    part = Path(folder) / f"{os.environ['RANK']}.part"
+    part = folder / f"{os.environ['RANK']}.part"
     try:
         part.write_text(json.dumps(word), encoding="utf-8")
         part.rename(part.with_suffix(".json"))

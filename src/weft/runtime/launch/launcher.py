@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from weft import jobs
+from weft.environment import LocalLauncher, ProcessPlace, RunOptions
 from weft.errors import JobError, nearest
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.rendezvous import Rendezvous
@@ -119,15 +118,15 @@ def _ended() -> Iterator[list[Child]]:
 
 
 @contextmanager
-def _starter(spec: Launch) -> Iterator[Callable[[int], Start]]:
-    """How each process on this machine is started, by its local rank."""
-    if spec.seats:
-        yield lambda local: start_new(spec.seats[local].enter, spec.module)
-    elif _here(spec) > 1 and can_fork():
-        with template(spec.module, {**os.environ, **_common(spec)}) as start:
-            yield lambda _: start
-    else:
-        yield lambda _: start_new((), spec.module)
+def _starter(spec: Launch) -> Iterator[Start]:
+    """How processes on this machine are started: several are forked from one that has imported torch."""
+    if _here(spec) == 1 or not can_fork():
+        yield start_new(spec.module)
+        return
+    seat = spec.seats[0].env if spec.seats else {}
+    env = {**os.environ, **_common(spec), **seat, **LocalLauncher(pid=os.getpid()).to_env()}
+    with template(spec.module, env) as start:
+        yield start
 
 
 def _here(spec: Launch) -> int:
@@ -141,65 +140,69 @@ def _common(spec: Launch) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        "WEFT_LAUNCHER": str(os.getpid()),
     }
 
 
 def _start(
-    spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int, start: Callable[[int], Start]
+    spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int, start: Start
 ) -> Iterator[Child]:
     here, common = _here(spec), _common(spec)
     key_file = spec.key_file.absolute() if spec.key_file else None
     if spec.servers and key_file is None:
         key_file = Key.make(folder / "key").file
+    inherited = {key: value for key, value in os.environ.items() if key not in _SET_BY_LAUNCHER}
     for local in range(here):
         rank = spec.node_rank * ((spec.count + spec.servers) // spec.nodes) + local
-        env = {**os.environ, **meeting, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(min(here, spec.count))}
-        env |= {**common, "WEFT_WORD": str(folder)}
-        said = _said(spec, job, rank) | {
-            "WEFT_PROGRESS_FD": None,
-            "WEFT_KEY_FILE": key_file,
-            "WEFT_MEETING": folder if spec.nodes == 1 and not spec.rendezvous_address else None,
-        }
-        for key, value in said.items():
-            env.pop(key, None)
-            if value is not None:
-                env[key] = str(value)
+        local_place = ProcessPlace(local_rank=local, local_world_size=min(here, spec.count))
+        launcher = LocalLauncher(
+            pid=os.getpid(),
+            failures=folder,
+            progress_fd=progress if rank == 0 else None,
+            server_addresses=folder if spec.nodes == 1 and not spec.rendezvous_address else None,
+            key_file=key_file,
+        )
+        env = inherited | meeting | _told(spec, job, rank) | local_place.to_env() | launcher.to_env()
+        env |= common
         if spec.seats:
             env |= spec.seats[local].env
-        process = start(local)([str(job), *spec.args], env, progress if rank == 0 else None)
+        process = start([str(job), *spec.args], env, progress if rank == 0 else None)
         yield Child(rank, process, rank >= spec.count)
 
 
-def _said(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
+_SET_BY_LAUNCHER = {name for group in (ProcessPlace, RunOptions, LocalLauncher) for name in group.names().values()}
+
+
+def _told(spec: Launch, job: Path, rank: int) -> dict[str, str]:
     """The environment that tells a process about the run and its place in it, on any machine."""
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": spec.count,
-        "WEFT_WORKERS": spec.workers,
-        "WEFT_DEVICE": spec.device,
-        "WEFT_CLI_STRATEGY": str(spec.strategy) if spec.strategy else None,
-        "WEFT_STEPS": spec.steps,
-        "WEFT_SEED": spec.seed,
-        "WEFT_OUT": spec.out,
-        "WEFT_TRACE": "1" if spec.trace else None,
-        "WEFT_JOB": job,
-        "WEFT_NETWORK": spec.network if spec.nodes > 1 or spec.rendezvous_address else None,
-        "WEFT_RESUME": spec.resume,
-        "WEFT_SAVE_EVERY": spec.policy.every if spec.policy else None,
-        "WEFT_KEEP_LAST": spec.policy.last if spec.policy else None,
-        "WEFT_KEEP_EVERY": spec.policy.milestone if spec.policy else None,
-        "WEFT_SHARE_GPUS": "1" if spec.share_gpus else None,
-        "WEFT_SERVER": rank - spec.count if rank >= spec.count else None,
-        "WEFT_RENDEZVOUS": spec.rendezvous_address or None,
-    }
+    place = ProcessPlace(
+        rank=rank,
+        world_size=spec.count,
+        workers=spec.workers,
+        server=rank - spec.count if rank >= spec.count else None,
+        rendezvous=spec.rendezvous_address or None,
+        network=spec.network if spec.nodes > 1 or spec.rendezvous_address else None,
+        share_gpus=spec.share_gpus,
+    )
+    options = RunOptions(
+        job=job,
+        strategy=str(spec.strategy) if spec.strategy else None,
+        steps=spec.steps,
+        seed=spec.seed,
+        device=spec.device,
+        out=spec.out,
+        trace=spec.trace,
+        resume=spec.resume,
+        save_every=spec.policy.every if spec.policy else None,
+        keep_last=spec.policy.last if spec.policy else None,
+        keep_every=spec.policy.milestone if spec.policy else None,
+    )
+    return place.to_env() | options.to_env()
 
 
 def _seat(spec: Launch, job: Path, rank: int) -> dict[str, Any]:
     """The same for a joining process: the job by name or path, and nothing that is specific to this machine."""
-    known = _said(replace(spec, out=spec.out.absolute() if spec.out else None), job, rank)
-    env = {key: str(value) for key, value in known.items() if value is not None}
-    env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WEFT_CLI_STRATEGY": str(spec.strategy)}
+    env = _told(replace(spec, out=spec.out.absolute() if spec.out else None), job, rank)
+    env |= ProcessPlace(local_rank=0, local_world_size=1).to_env() | RunOptions(strategy=str(spec.strategy)).to_env()
     return {"job": spec.job if jobs.path(spec.job) else str(job.absolute()), "args": list(spec.args), "env": env}
 
 
@@ -232,13 +235,16 @@ def _rendezvous(spec: Launch, job: Path, on_line: Callable[[int, str], None]) ->
 def _meeting_point(spec: Launch, folder: Path) -> Iterator[dict[str, str]]:
     """The rendezvous for torch.distributed: a file on one machine, a TCP store at the given address on several."""
     if spec.nodes == 1 or spec.rendezvous_address:
-        yield {"WEFT_STORE": str(folder / "store") if not spec.rendezvous_address else ""}
+        yield LocalLauncher(store=str(folder / "store") if not spec.rendezvous_address else "").to_env()
         return
     host, port = parse_address(spec.rendezvous)
-    there = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "WEFT_STORE": ""}
+    there = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    there |= LocalLauncher(store="").to_env()
     if spec.node_rank > 0:
         yield there
         return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     with _listening(host, port) as listener:
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         yield there

@@ -14,6 +14,8 @@ import sys
 from contextlib import suppress
 from typing import IO, Protocol
 
+from weft.environment import LocalLauncher
+
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a run that was asked to terminate and was saved."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -32,14 +34,16 @@ class Process(Protocol):
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux; elsewhere the parent must do it).
-
-    WEFT_LAUNCHER is the parent's process id as this process sees it. A different parent means that it has ended.
-    """
+    """Have the kernel kill this process when the thread that started it ends (Linux; elsewhere a parent must do it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.environ.get("WEFT_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-            os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """Die with the parent, even on SIGKILL, and at once if it is not the launcher: then the launcher has ended."""
+    die_with_parent()
+    if sys.platform == "linux" and LocalLauncher.from_env().pid not in (None, os.getppid()):
+        os._exit(1)
 
 
 def end_group_with_parent() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.environment import ProcessPlace, RunOptions
 from weft.errors import JobError
 from weft.transport.messaging import Client, Key, Request, Server
 from weft.transport.tcp import parse_address
@@ -32,9 +33,7 @@ class RendezvousVerb(enum.IntEnum):
     SEAT = 3
 
 
-TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WEFT_WORKERS", "WEFT_SERVER", "WEFT_RENDEZVOUS"}
-TOLD |= {"WEFT_JOB", "WEFT_CLI_STRATEGY", "WEFT_STEPS", "WEFT_SEED", "WEFT_DEVICE", "WEFT_SHARE_GPUS", "WEFT_NETWORK"}
-TOLD |= {"WEFT_OUT", "WEFT_TRACE", "WEFT_RESUME", "WEFT_SAVE_EVERY", "WEFT_KEEP_LAST", "WEFT_KEEP_EVERY"}
+TOLD = {*ProcessPlace.names().values(), *RunOptions.names().values()}
 """The environment variables that an assignment may set. None of them makes a process import or load anything."""
 
 
@@ -133,8 +132,10 @@ def take_assignment(rendezvous: Client, timeout_s: float) -> Assignment:
         seating = Assignment(job=found["job"], args=tuple(found["args"]), env=dict(found["env"]))
         texts = [seating.job, *seating.args, *seating.env, *seating.env.values()]
         unknown = sorted(set(seating.env) - TOLD)
-        if not all(isinstance(text, str) for text in texts) or not {"RANK", "WEFT_CLI_STRATEGY"} <= set(seating.env):
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError("a job, its arguments and its environment must be text")
+        if ProcessPlace.from_env(seating.env).rank is None or not RunOptions.from_env(seating.env).strategy:
+            raise ValueError("it has no rank or no strategy")
     except (KeyError, TypeError, ValueError) as error:
         raise JobError(f"the assignment cannot be read ({error}); use the same version of Weft on both sides") from None
     if unknown:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from weft.environment import Network
 from weft.errors import JobError, UserError
-from weft.runtime.launch.world import check_network
-from weft.store.checkpoint import Policy
-from weft.strategy import Strategy
+from weft.runtime.launch.network import check_network
 from weft.transport.messaging import Key
 from weft.transport.tcp import parse_address
+
+if TYPE_CHECKING:
+    from weft.store.checkpoint import Policy
+    from weft.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The place of one process, if not on this machine itself: a command prefix and its environment."""
+    """The place of one process, if not on this machine itself: variables from which its module finds the place."""
 
-    enter: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,8 +45,7 @@ class Launch:
     """The key with which processes on several machines authenticate; a run on one machine makes its own."""
     external_ranks: int = 0
     """The number of processes, the highest ranks, that are started elsewhere with `weft join`."""
-    network: str = "untrusted"
-    """The network between the nodes: `trusted` or `untrusted`."""
+    network: Network = "untrusted"
     strategy: Strategy | None = None
     steps: int | None = None
     seed: int | None = None
@@ -82,8 +82,6 @@ class Launch:
             raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
         if self.nodes > 1 and not self.rendezvous:
             raise UserError("--nodes needs --rendezvous HOST:PORT, an address of node 0 that all nodes reach")
-        if self.network not in ("trusted", "untrusted"):
-            raise UserError(f"--network is '{self.network}', but must be trusted or untrusted")
         if self.servers and count < self.workers:
             raise UserError("with parameter servers there is a process for each worker; omit --processes")
         self._check_meeting()
@@ -92,8 +90,17 @@ class Launch:
         if (count + self.servers) % self.nodes:
             what = f"{count} processes" + f" and {self.servers} servers" * bool(self.servers)
             raise UserError(f"{what} cannot be divided among {self.nodes} nodes; choose a multiple")
-        gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else 0
-        here = -(-count // self.nodes)
+        self._check_gpus()
+        return self
+
+    def _check_gpus(self) -> None:
+        """Check that this machine has a GPU for each process, unless they may share one."""
+        if self.device == "cpu":
+            return
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = -(-self.count // self.nodes)
         if self.device == "cuda" and not gpus:
             raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")
         if gpus and here > gpus and not self.share_gpus:
@@ -101,7 +108,6 @@ class Launch:
                 f"{here} workers, but {gpus} GPU{'s' * (gpus > 1)} here; use -n {gpus}, --device cpu, "
                 "or --share-gpus (with Gloo, for experiments)"
             )
-        return self
 
     def _check_meeting(self) -> None:
         """Check the options for servers on several machines, and for `weft join`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, final
 
+from weft.environment import UserSettings
 from weft.errors import JobError
 from weft.runtime.launch.process_groups import Process
 from weft.runtime.launch.template import PID
@@ -25,13 +26,13 @@ Start = Callable[[Sequence[str], Mapping[str, str], int | None], Process]
 """Starts a process with these arguments and this environment, and the pipe of its progress reports if it has one."""
 
 
-def start_new(prefix: Sequence[str], module: str) -> Start:
-    """New processes of Python that run a module, each behind a command prefix."""
+def start_new(module: str) -> Start:
+    """New processes of Python that run a module."""
 
     def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *args],
-            env=dict(env) if progress is None else {**env, "WEFT_PROGRESS_FD": str(progress)},
+            [sys.executable, "-m", module, *args],
+            env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -43,8 +44,8 @@ def start_new(prefix: Sequence[str], module: str) -> Start:
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked from a template here, and are not wanted anew (WEFT_FORK=0)."""
-    return sys.platform == "linux" and os.environ.get("WEFT_FORK", "1") != "0"
+    """Whether processes can be forked here, and the user does not want new ones (`UserSettings.fork`)."""
+    return sys.platform == "linux" and UserSettings.from_env().fork != "0"
 
 
 @contextmanager
@@ -91,16 +92,17 @@ class Forked:
         err, err_end = os.pipe()
         self.stdout: IO[bytes] | None = os.fdopen(out, "rb", buffering=0)
         self.stderr: IO[bytes] | None = os.fdopen(err, "rb", buffering=0)
-        wanted = os.memfd_create("weft-request")
-        try:
-            os.write(wanted, json.dumps(request).encode())
-            os.lseek(wanted, 0, os.SEEK_SET)
-            fds = [wanted, out_end, err_end] + ([] if progress is None else [progress])
-            socket.send_fds(template, [b"+"], fds)
-            answer = template.recv(PID.size)
-        finally:
-            for fd in (wanted, out_end, err_end):
-                os.close(fd)
+        passed = [] if progress is None else [progress]
+        with open(os.memfd_create("weft-request"), "w+", encoding="utf-8") as file:
+            json.dump({**request, "passed": passed}, file)
+            file.flush()
+            file.seek(0)
+            try:
+                socket.send_fds(template, [b"+"], [file.fileno(), out_end, err_end, *passed])
+                answer = template.recv(PID.size)
+            finally:
+                os.close(out_end)
+                os.close(err_end)
         if len(answer) < PID.size:
             raise ConnectionResetError
         (self.pid,) = PID.unpack(answer)

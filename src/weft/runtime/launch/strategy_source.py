@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from weft.environment import RunOptions, UserSettings
 from weft.errors import SpellingError
-from weft.strategy import Strategy
+
+if TYPE_CHECKING:
+    from weft.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +28,12 @@ def choose_strategy(called: str | Strategy | None) -> Strategy:
 
 def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str, Strategy]:
     """The source of the strategy, and the strategy itself."""
-    if spelled := os.environ.get("WEFT_CLI_STRATEGY"):
+    from weft.strategy import Strategy  # imports torch
+
+    if spelled := RunOptions.from_env().strategy:
         return "the command line", Strategy.parse(spelled)
-    if spelled := os.environ.get("WEFT_STRATEGY"):
-        return "WEFT_STRATEGY", Strategy.parse(spelled)
+    if spelled := UserSettings.from_env().strategy:
+        return UserSettings.names()["strategy"], Strategy.parse(spelled)
     beside = (job or Path(sys.argv[0] or ".")).absolute().parent / "weft.toml"
     if beside.is_file():
         try:

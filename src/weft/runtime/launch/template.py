@@ -2,7 +2,7 @@
 
 The launcher starts it with one end of a socket, as `python -m weft.runtime.launch.template FD MODULE`. Every request on
 the socket is a set of file descriptors: a file with the environment and the arguments, standard output and error, and
-the pipe of progress reports if the process has one. The template forks twice, so that the new process becomes a child
+the pipe of progress reports if the process has one, which gets the number that it has in the launcher. The template forks twice, so that the new process becomes a child
 of the launcher, which is the subreaper of everything below it. From there on the launcher supervises it like a process
 that it has started itself.
 
@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 
-from weft.runtime.launch.process_groups import die_with_parent
+from weft.runtime.launch.process_groups import die_with_launcher
 
 PRELOADED = ("torch", "torch.optim", "torch.distributed", "torch._dynamo", "weft.runtime.run")
 """Modules that every process of a run needs; `torch._dynamo` is imported by the first optimizer."""
@@ -30,7 +30,7 @@ PID = struct.Struct("!i")
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_launcher()
     sock, module = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     for name in (*PRELOADED, module):
         importlib.import_module(name)
@@ -71,12 +71,14 @@ def _become(sock: socket.socket, fds: list[int]) -> None:
     os.close(err)
     os.environ.clear()
     os.environ.update(wanted["env"])
-    if passed:
-        os.environ["WEFT_PROGRESS_FD"] = str(passed[0])
     sys.argv = wanted["argv"]
     _reseed()
     sock.send(PID.pack(os.getpid()))
     sock.close()
+    for fd, number in zip(passed, wanted["passed"], strict=True):
+        if fd != number:
+            os.dup2(fd, number)
+            os.close(fd)
 
 
 def _reseed() -> None:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+from weft.environment import LocalLauncher, ProcessPlace, UserSettings
 from weft.errors import JobError, PeerLost, UserError
+from weft.runtime.launch.network import address_of, address_towards, check_network, interface_towards, is_loopback
 from weft.runtime.launch.rendezvous import ask_where, reach, say_here
-from weft.strategy import Strategy
-from weft.topology import Topology
 from weft.transport.heartbeat import peer_timeout_s
 from weft.transport.layout import Layout
 from weft.transport.mesh import Mesh
 from weft.transport.messaging import Client, Key
 from weft.transport.tcp import format_address, parse_address
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from weft.strategy import Strategy
+    from weft.topology import Topology
 
 _RENDEZVOUS_S = 60.0
 
@@ -56,25 +58,23 @@ class World:
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> World:
-        try:
-            processes = int(env.get("WORLD_SIZE", 1))
-            world = cls(
-                process=int(env.get("RANK", 0)),
-                processes=processes,
-                local_process=int(env.get("LOCAL_RANK", 0)),
-                workers=int(env.get("WEFT_WORKERS", processes)),
-                store=env.get("WEFT_STORE", ""),
-                shared_gpus=env.get("WEFT_SHARE_GPUS") == "1",
-                trusted=env.get("WEFT_NETWORK") == "trusted"
-                or (env.get("LOCAL_WORLD_SIZE") == str(processes) and not env.get("WEFT_RENDEZVOUS")),
-                forced=env.get("WEFT_FORCE") == "1",
-                server=int(env["WEFT_SERVER"]) if "WEFT_SERVER" in env else None,
-                meeting=env.get("WEFT_MEETING", ""),
-                key_file=env.get("WEFT_KEY_FILE", ""),
-                rendezvous=env.get("WEFT_RENDEZVOUS", ""),
-            )
-        except ValueError as error:
-            raise UserError(f"RANK, WORLD_SIZE or WEFT_WORKERS is not a whole number: {error}") from None
+        place, launcher = ProcessPlace.from_env(env), LocalLauncher.from_env(env)
+        processes = 1 if place.world_size is None else place.world_size
+        here = place.local_world_size == processes and not place.rendezvous
+        world = cls(
+            process=place.rank or 0,
+            processes=processes,
+            local_process=place.local_rank or 0,
+            workers=processes if place.workers is None else place.workers,
+            store=launcher.store or "",
+            shared_gpus=place.share_gpus,
+            trusted=place.network == "trusted" or here,
+            forced=UserSettings.from_env(env).force,
+            server=place.server,
+            meeting=str(launcher.server_addresses or ""),
+            key_file=str(launcher.key_file or ""),
+            rendezvous=place.rendezvous or "",
+        )
         peer_timeout_s(env)  # checked before anything is started
         if world.server is not None:
             return world
@@ -84,7 +84,8 @@ class World:
 
     def with_servers(self, strategy: Strategy) -> World:
         """Self, or, under a launcher that does not know servers, with the last processes as servers."""
-        if self.server is not None or "WEFT_WORKERS" in os.environ or self.processes == 1 or not strategy.has_servers:
+        weft_launched = ProcessPlace.from_env().workers is not None
+        if self.server is not None or weft_launched or self.processes == 1 or not strategy.has_servers:
             return self
         fits = [n for n in range(1, self.processes) if n + len(strategy.server_hosts(n)) == self.processes]
         if not fits:
@@ -103,7 +104,7 @@ class World:
     @property
     def _on_one_machine(self) -> bool:
         """Whether all processes are on one machine; then nothing listens where another machine can connect."""
-        return bool(self.store) or _is_here(os.environ.get("MASTER_ADDR", ""))
+        return bool(self.store) or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
     @property
     def alone(self) -> bool:
@@ -114,6 +115,8 @@ class World:
         """The device for `auto`, `cpu` or `cuda`; one GPU per process unless sharing is enabled."""
         if wanted not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device is '{wanted}', but must be auto, cpu or cuda")
+        import torch
+
         gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
         if wanted == "cpu" or (wanted == "auto" and not gpus):
             return torch.device("cpu")
@@ -130,6 +133,9 @@ class World:
         """Join the process group: NCCL if each process has its own GPU, else Gloo."""
         if self.processes == 1 and not self.forced:
             return
+        import torch
+        import torch.distributed as dist
+
         backend = "nccl" if device.type == "cuda" and not self.shared_gpus else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -155,7 +161,9 @@ class World:
         """Weft's own connections between processes; None for a single process."""
         if self.processes == 1:
             return None
-        store = dist.distributed_c10d._get_default_store()
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
         return Mesh(self.process, self.processes, self.address(), store, timeout_s, 0.4 * peer_timeout_s())
 
     # --- with servers -------------------------------------------------------------------------------------------------
@@ -205,6 +213,8 @@ class World:
 
     def _book(self, timeout_s: float = 60.0) -> TCPStore:
         """The launcher's store, used if there is no shared folder."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
@@ -217,53 +227,3 @@ class World:
         if found is None:
             found = address_towards(parse_address(self.rendezvous)[0] if self.rendezvous else os.environ["MASTER_ADDR"])
         return found or "127.0.0.1"
-
-
-def check_network(host: str) -> None:
-    """Refuse to connect to another host, unless the user trusts the network in between."""
-    if not _is_here(host):
-        raise UserError(
-            f"gradients would go to {host} and back unencrypted, and the network is not known to be trusted; if it is, "
-            "pass --network trusted, or set WEFT_NETWORK=trusted under another launcher"
-        )
-
-
-def _is_here(host: str) -> bool:
-    """Whether a name resolves to loopback addresses only."""
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)} if host else {host}
-    except OSError:
-        found = {host}
-    return all(address == "::1" or address.startswith("127.") for address in found)
-
-
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
-        except OSError:
-            return None
-    return socket.inet_ntoa(reply[20:24])
-
-
-def address_towards(host: str) -> str | None:
-    """The address from which this machine reaches a host."""
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface from which this machine reaches a host; None if it cannot be determined."""
-    mine = address_towards(host)
-    if mine is None:
-        return None
-    try:
-        return next((name for _, name in socket.if_nameindex() if address_of(name) == mine), None)
-    except OSError:
-        return None

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weft.runtime.loop.optimizer_kinds import is_separable
+from weft.runtime.loop.step_hooks import has_step_hooks
 from weft.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,6 @@ def may_defer(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> boo
     if why:
         log.warning("%s, so the next forward waits for the whole update: right, but with less overlap", why)
     return why is None
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook observes whole steps of this optimizer."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return True
-    everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in everyone)
 
 
 def has_scaler(optimizer: Optimizer) -> bool:

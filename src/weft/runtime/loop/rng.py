@@ -19,9 +19,13 @@ def stream_seed(seed: int, rank: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch, as every process of a run does at `weft.init()`."""
+    torch.manual_seed(seed)
+    _seed_python_and_numpy(seed)
+
+
+def _seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def rng_state() -> list[torch.Tensor]:
@@ -69,8 +73,7 @@ class DataRng:
         loops = _global_states()
         if self._state is None:
             torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would also seed the GPUs
-            random.seed(self._seed)
-            numpy.random.seed(self._seed % 2**32)
+            _seed_python_and_numpy(self._seed)
         else:
             _set_global_states(self._state)
         try:

@@ -7,6 +7,8 @@
     shared_memory      workers of one host step one model in shared memory (Hogwild)
     foreign            another library's wrapper, for the lab's peers
 
+`select.mode_of` chooses one of them. The two modes with servers share `server_mode`, and its pulls are in `model_pull`.
+
 `run.distribute` constructs the mode, restores a checkpoint into model and optimizer, and attaches the mode. From then
 on a step is: hooks on parameters during backward, `check_step`, `step`, `zero_grad`.
 """
@@ -52,7 +54,11 @@ class RunContext:
 
 
 class Mode(ABC):
-    """One process's part in carrying out a run. Methods without a body are hooks for the modes that need them."""
+    """One process's part in carrying out a run.
+
+    Every mode implements the abstract methods. The others are hooks with a default, often to do nothing, for the modes
+    that need them; a mode replaces a default as a whole and does not call it.
+    """
 
     connects: ClassVar[bool] = True
     """Whether the workers' processes form a process group."""
@@ -108,13 +114,13 @@ class Mode(ABC):
         """SIGTERM: terminate together with all other workers, at the same step."""
         self.termination_requested = True
 
-    def check_step(self) -> None:  # noqa: B027
+    def check_step(self) -> None:
         """Raise LoopError for a step that would train wrong."""
 
-    def check_clip(self) -> None:  # noqa: B027
+    def check_clip(self) -> None:
         """Raise LoopError where gradients cannot be clipped."""
 
-    def pass_skipped(self) -> None:  # noqa: B027
+    def pass_skipped(self) -> None:
         """`step()` was called in a logical worker's pass that is not the last one of the step."""
 
     def zero_grad(self, clear: Callable[[], None], *, set_to_none: bool) -> None:
@@ -122,7 +128,7 @@ class Mode(ABC):
         self.ctx.passes.unstepped = False
         clear()
 
-    def flush(self) -> None:  # noqa: B027
+    def flush(self) -> None:
         """Wait for pending updates."""
 
     def before_state_dict(self) -> None:
@@ -133,7 +139,7 @@ class Mode(ABC):
         """The loop replaces the optimizer's state."""
         self.flush()
 
-    def epoch_ended(self) -> None:  # noqa: B027
+    def epoch_ended(self) -> None:
         """A pass over data with exchanges has ended, in all processes."""
 
     @property
@@ -141,7 +147,7 @@ class Mode(ABC):
         """The state of each logical worker's compressor."""
         return [{} for _ in self.ctx.passes.ranks]
 
-    def restore_compressors(self, states: Sequence[State]) -> None:  # noqa: B027
+    def restore_compressors(self, states: Sequence[State]) -> None:
         """The counterpart of `compressor_states`."""
 
     @property
@@ -149,8 +155,12 @@ class Mode(ABC):
         """The order of buckets and the calibration, for a checkpoint."""
         return None
 
-    def close(self, *, well: bool) -> None:  # noqa: B027
+    def loop_objects(self) -> tuple[nn.Module, Optimizer]:
+        """Model and optimizer for the user's loop, once everything is attached."""
+        return self.model, self.optimizer
+
+    def close(self, *, well: bool) -> None:
         """The run is over."""
 
-    def detach(self) -> None:  # noqa: B027
+    def detach(self) -> None:
         """Remove what was registered outside of model and optimizer; also after an error."""

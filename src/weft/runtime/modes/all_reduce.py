@@ -25,14 +25,15 @@ from weft.runtime.engine.backward_pass import BackwardPass
 from weft.runtime.engine.bucket_layout import BucketLayout, SavedLayout
 from weft.runtime.engine.deferred_step import Deferred
 from weft.runtime.engine.engine import Engine
-from weft.runtime.engine.lazy_parameter import LazyParameter
 from weft.runtime.engine.linear_factors import Factors
 from weft.runtime.loop import refusals
 from weft.runtime.loop.between_passes import BetweenPasses
 from weft.runtime.loop.buffers import Buffers
+from weft.runtime.loop.gradient_checks import GradientChecks
 from weft.runtime.loop.late_changes import LateChanges, compiled
 from weft.runtime.loop.momentum import check_claims, claimed_momentum
-from weft.runtime.loop.partial_step import PartialStep, has_scaler, has_step_hooks, may_defer
+from weft.runtime.loop.partial_step import PartialStep, has_scaler, may_defer
+from weft.runtime.loop.step_hooks import has_step_hooks
 from weft.runtime.modes import Mode, RunContext
 from weft.strategy import wrapped
 
@@ -51,7 +52,7 @@ class AllReduce(Mode):
         named = {p: name.removeprefix("_orig_mod.") for name, p in model.named_parameters()}
         self.params = [p for p in named if p.requires_grad]
         self.names = [named[p] for p in self.params]
-        self.frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
+        frozen = [(name, p) for p, name in named.items() if not p.requires_grad]
         self.passes, self.phases = passes, ctx.phases
         momentum = claimed_momentum(strategy, optimizer)
         self._claims_momentum = momentum is not None
@@ -67,6 +68,7 @@ class AllReduce(Mode):
         )
         ctx.phases.observe(self.engine, ctx.transport)
         self.buckets = BucketLayout(self.engine, self.params, self.names, passes)
+        self._checks = GradientChecks(self.buckets, frozen)
         self.unused: bool | None = unused or None  # None: the first step decides
         self.deferred = Deferred(self.engine, ctx.phases)
         self._defers = may_defer(strategy, model, optimizer)
@@ -103,17 +105,8 @@ class AllReduce(Mode):
             raise refusals.only_accumulated()
         self._late_changes.check_parameters()
         if not (self.passes.unstepped or self._is_between_passes):
-            self._check_by_hand()
-
-    def _check_by_hand(self) -> None:
-        """Just before an update that no exchange has preceded: refuse gradients that were never exchanged."""
-        self.flush()
-        for i, param in enumerate(self.params):
-            grad = param.grad
-            if grad is None or (self._reduced and self.buckets.memory[-1].holds(i, grad)):
-                continue
-            if grad.any():
-                raise refusals.set_by_hand(self.names[i])
+            self.flush()
+            self._checks.not_set_by_hand(reduced=self._reduced)
 
     def pass_skipped(self) -> None:
         if self._between_passes is not None:
@@ -158,17 +151,17 @@ class AllReduce(Mode):
 
     def _arrived(self, index: int, param: Tensor) -> None:
         """Autograd has finished a parameter."""
-        self._check_pending(index, param)
+        if self._between_passes is not None and self._between_passes.between:
+            self._between_passes.next_pass()  # a worker without a batch, which `passes` refuses
+        else:
+            self._checks.not_pending(index, param)
         grad = param.grad
         assert grad is not None
-        if grad.is_sparse:
-            raise refusals.sparse_gradient(self.names[index])
-        if grad.requires_grad:
-            raise refusals.graph_of_gradients()
+        self._checks.can_be_exchanged(index, grad)
         if not self._in_backward:
             self.flush()
             if not self._accumulated:
-                self._check_cleared(index)
+                self._checks.cleared_before_pass(index)
         if self.passes.accumulating:
             self.passes.accumulated()
             self._accumulated = True
@@ -178,20 +171,6 @@ class AllReduce(Mode):
         if self.buckets.calibration:
             self.buckets.calibration.arrived(index)
         self._backward.put(index, grad)
-
-    def _check_pending(self, index: int, param: Tensor) -> None:
-        """A parameter with a gradient was used. A pending update means that the use did not wait for it."""
-        if self._between_passes is not None and self._between_passes.between:
-            self._between_passes.next_pass()  # a worker without a batch, which `passes` refuses
-        elif type(param) is LazyParameter:
-            raise refusals.pending_update(self.names[index], self.engine.schedule.name)
-
-    def _check_cleared(self, index: int) -> None:
-        """Gradients left in `.grad` when the first of several logical workers starts would count for that one alone."""
-        if self.passes.count == 1 or self.passes.pass_index:
-            return
-        if any(p.grad is not None and p.grad.any() for i, p in enumerate(self.params) if i != index):
-            raise refusals.uncleared_before_pass()
 
     def _begin(self) -> None:
         """The first gradient of a backward. The exchange starts with the last logical worker's pass."""
@@ -241,9 +220,7 @@ class AllReduce(Mode):
             self.engine.finish()
         self.engine.spread(self.buffers.tensors)
         self.buffers.settled()
-        for name, param in self.frozen:
-            if param.requires_grad and param.grad is not None:
-                raise refusals.unfrozen(name)
+        self._checks.not_unfrozen()
         if defer:
             self.deferred.begin([[self.params[i] for i in members] for members in self.buckets.members])
         else:
@@ -291,7 +268,6 @@ class AllReduce(Mode):
         return self.status.leaving
 
     def request_termination(self) -> None:
-        super().request_termination()
         self.status.termination_requested = True
 
     @property

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from torch import nn
+from torch.optim import Optimizer
+
 from weft.runtime.engine.bucket_layout import SavedLayout
+from weft.runtime.loop import instruments
 from weft.runtime.modes import Mode
 
 
@@ -29,3 +33,8 @@ class Foreign(Mode):
 
     def settle(self) -> None:
         """The wrapper's steps are complete when they return."""
+
+    def loop_objects(self) -> tuple[nn.Module, Optimizer]:
+        wrapper = instruments.foreign()
+        assert wrapper is not None, "mode_of has found one"
+        return wrapper.wrap(self.model, self.optimizer)

@@ -16,8 +16,6 @@ from weft import optimization
 from weft.optimization import State
 from weft.runtime.modes import RunContext
 from weft.runtime.modes.server_mode import ServerMode
-from weft.runtime.server.client import PulledModel
-from weft.runtime.server.gpu_client import GpuPull
 
 
 @final
@@ -30,6 +28,7 @@ class LocalSteps(ServerMode):
         super().__init__(ctx, model, optimizer, followers, unused=unused)
         assert isinstance(ctx.strategy.optimization, optimization.LocalSteps)
         self.optimization = ctx.strategy.optimization
+        self._name_of = {id(p): name for name, p in self.named.items()}
         self._mine: dict[str, Tensor] = {}
         """The copy as it is when the servers' model is fetched into its memory."""
         self._merge_state: dict[str, State] = {}
@@ -46,10 +45,9 @@ class LocalSteps(ServerMode):
     def _announce(self) -> None:
         """A sum is announced with its push."""
 
-    def clear(self) -> bool:
+    def _drop_gradients(self) -> None:
         """Gradients that no step has accumulated are dropped, as when a scaler skips a step."""
         self.came, self.local = set(), False
-        return super().clear()
 
     def _step(self) -> None:
         """Accrue and move; push and fetch where that is due."""
@@ -111,16 +109,16 @@ class LocalSteps(ServerMode):
         self._bring(() if self.passes.rank == 0 and self._accrued else self.buffers)
         self._moved = False
 
-    def _enter(self, name: str, pulled: PulledModel | GpuPull) -> bool:
-        early, theirs = super()._enter(name, pulled), self.flat[name]
+    def _received(self, name: str) -> None:
+        """Merge them into the copy."""
+        theirs = self.flat[name]
         merged, self._merge_state[name] = self.optimization.merge(
             "worker", self._mine[name], theirs, self._merge_state.get(name, {})
         )
         if merged is not theirs:
             theirs.copy_(merged)
-        return early
 
-    def meet(self) -> None:
+    def _synchronize(self) -> None:
         """Push the accumulated gradients with the last step's options, and fetch the servers' model."""
         self.flush()
         if self._accrued:
@@ -129,12 +127,3 @@ class LocalSteps(ServerMode):
             return
         self._fetch_model()
         self.flush()
-
-    def fetch(self) -> None:
-        self.meet()
-        super().fetch()
-
-    def close(self, *, well: bool) -> None:
-        if well:
-            self.meet()
-        super().close(well=well)

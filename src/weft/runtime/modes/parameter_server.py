@@ -5,13 +5,16 @@ Under `priority` the step returns at once, and the first access to a parameter w
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from weft.runtime.checks.finite import check_gradient
 from weft.runtime.engine.buckets import LOOKED_AT, weigh
 from weft.runtime.loop import refusals
+from weft.runtime.modes import RunContext
 from weft.runtime.modes.server_mode import ServerMode
 from weft.runtime.server.pushed_gradient import PushedGradient
 
@@ -19,6 +22,14 @@ from weft.runtime.server.pushed_gradient import PushedGradient
 @final
 class ParameterServer(ServerMode):
     """Gradients leave as soon as autograd has finished them, or in `step` where the schedule does not overlap."""
+
+    def __init__(
+        self, ctx: RunContext, model: nn.Module, optimizer: Optimizer, followers: Sequence[Any], *, unused: bool
+    ) -> None:
+        super().__init__(ctx, model, optimizer, followers, unused=unused)
+        self.raw = ctx.strategy.compression.raw
+        self._held: dict[str, Tensor | None] = {}
+        """Gradients that wait for `step`, where the schedule does not overlap."""
 
     def check_clip(self) -> None:
         raise refusals.no_clipping_with_servers()
@@ -28,7 +39,7 @@ class ParameterServer(ServerMode):
         flat = self._weighed(name, grad)
         given = flat if self.passes.share > 0 or not self.raw else None  # a worker without a batch has no gradient
         if self.overlaps:
-            self.client.push(name, given, self.passes.step, self._coming)
+            self.client.push(name, given, self.passes.step, self.pull.coming)
         else:
             self._held[name] = given
         param.grad = PushedGradient.of(grad)
@@ -62,7 +73,7 @@ class ParameterServer(ServerMode):
                 self._take(name, p, p.grad)
             elif name not in self.came:
                 self._absent(name)
-                self.client.push(name, None, self.passes.step, self._coming)
+                self.client.push(name, None, self.passes.step, self.pull.coming)
         for name, grad in self._held.items():
             self.client.push(name, grad, self.passes.step)
         if self._held:
@@ -76,6 +87,15 @@ class ParameterServer(ServerMode):
             self._leaving = self.termination_requested
             return
         self._bring(self.buffers)
+
+    def _drop_gradients(self) -> None:
+        """Those that were pushed count."""
+
+    def _received(self, name: str) -> None:
+        """The servers' model is this worker's."""
+
+    def _synchronize(self) -> None:
+        """Every step pushes its gradients and pulls the model."""
 
     def _check_gradients(self) -> None:
         """The servers step with the gradients that were pushed; a later change would be lost."""

@@ -9,22 +9,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weft.compression import State
 from weft.errors import UserError
 from weft.runtime.checks.finite import check_gradient
 from weft.runtime.checks.replicas import check_batches
 from weft.runtime.engine.bucket_layout import SavedLayout
-from weft.runtime.engine.lazy_parameter import LazyParameter, make_lazy, make_ready
 from weft.runtime.loop import refusals
 from weft.runtime.loop.buffers import BufferSlots
 from weft.runtime.loop.partial_step import may_defer
 from weft.runtime.loop.server_owned import ServerOwned
+from weft.runtime.loop.step_hooks import step_hooks
 from weft.runtime.modes import Mode, RunContext
+from weft.runtime.modes.model_pull import ModelPull
 from weft.runtime.server.bundle_state import hyper
-from weft.runtime.server.client import PulledModel, ServerClient
-from weft.runtime.server.gpu_client import GpuPull, GpuServerClient
+from weft.runtime.server.client import ServerClient
+from weft.runtime.server.gpu_client import GpuServerClient
 from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import reach, refuse
 from weft.runtime.server.protocol import Hyper
@@ -45,13 +45,10 @@ class ServerMode(Mode, ABC):
         strategy, passes, timeout_s = ctx.strategy, ctx.passes, ctx.timeout_s
         self.passes, self.phases, self.timeout_s = passes, ctx.phases, timeout_s
         self.synchrony, self.overlaps = strategy.synchrony, strategy.schedule.overlaps
-        self.unused, self.raw = unused, strategy.compression.raw
-        self.defers = may_defer(strategy, model, optimizer)
+        self.unused = unused
         self._leaving = False
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.flat = {name: _flat(name, p) for name, p in self.named.items()}
-        self._name_of = {id(p): name for name, p in self.named.items()}
-        self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.unchanged = ServerOwned(model, self.named, optimizer)
         self._slots = BufferSlots(model, passes.workers)
         self.client: ServerClient | GpuServerClient = reach(
@@ -70,12 +67,17 @@ class ServerMode(Mode, ABC):
         """Number of workers, or groups of them, that advance independently."""
         self.started = False
         self.came: set[str] = set()
-        self._held: dict[str, Tensor | None] = {}
-        early = self.overlaps and self.synchrony.lockstep
-        self._coming = self.client.receive_memory(self.flat) if early else None
-        """The next step's parameters, while backward still needs this one's."""
-        self._pulled: PulledModel | GpuPull | None = None
-        self._cleared = True
+        self.pull = ModelPull(
+            self.client,
+            self.named,
+            self.flat,
+            self.phases,
+            timeout_s,
+            stepped={id(p) for group in optimizer.param_groups for p in group["params"]},
+            defers=may_defer(strategy, model, optimizer),
+            early=self.overlaps and self.synchrony.lockstep,
+            received=self._received,
+        )
         self._numbers: Hyper = []
         self.local = False  # gradients from `accumulate` wait for a push
         ctx.transport.agree_through(self.tell)
@@ -103,14 +105,20 @@ class ServerMode(Mode, ABC):
 
     def step(self, update: Callable[[], Any]) -> None:
         """The servers step. Hooks on the optimizer's step run here."""
-        self._step_with_hooks()
+        with step_hooks(self.optimizer):
+            self.unchanged.check()
+            self._step()
+            if self.unchanged.due(self.passes.step):
+                self.flush()
+            self.unchanged.hash(self.passes.step)
         self.phases.exchange_ended()
         self.phases.optimizer_began()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it
 
     def zero_grad(self, clear: Callable[[], None], *, set_to_none: bool) -> None:
         self.passes.unstepped = False
-        if not self.clear():
+        self._drop_gradients()
+        if not self.pull.clear():
             clear()
 
     def settle(self) -> None:
@@ -187,9 +195,21 @@ class ServerMode(Mode, ABC):
     def _step(self) -> None:
         """Take the step, between the hooks that the loop has registered."""
 
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """The loop clears gradients, whether or not a step has used them."""
+
+    @abstractmethod
+    def _received(self, name: str) -> None:
+        """The servers' values of a parameter are in its memory."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Let the servers have every gradient of this worker, and this worker their model."""
+
     def _begin(self) -> None:
         """The first gradient of a backward."""
-        if not self._cleared:
+        if not self.pull.cleared:
             raise refusals.uncleared_after_push()
         self.passes.begin_backward()
         if self.local:
@@ -212,68 +232,23 @@ class ServerMode(Mode, ABC):
         self.passes.next()
         self.phases.backward_ended()
 
-    # --- step -------------------------------------------------------------------------------------------------------
-
-    def _step_with_hooks(self) -> None:
-        """A step, with the hooks that the loop has registered on the optimizer's."""
-        optimizer = self.optimizer
-        for hook in [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
-            hook(optimizer, (), {})
-        self.unchanged.check()
-        self._step()
-        if self.unchanged.due(self.passes.step):
-            self.flush()
-        self.unchanged.hash(self.passes.step)
-        for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-            hook(optimizer, (), {})
+    # --- the model --------------------------------------------------------------------------------------------------
 
     def _bring(self, buffers: Sequence[Tensor]) -> None:
         """Pull the model and wait for it; under a deferring schedule the first access to a parameter waits instead."""
-        self._pulled = self.client.pull(self.flat, buffers)
-        if not self.defers:
+        self.pull.begin(buffers)
+        if not self.pull.defers:
             self.flush()
-            return
-        self._pulled.wait_for_buffers(self.timeout_s)
-        self._cleared = False
-        for p in self.named.values():
-            if id(p) in self._stepped:
-                p.grad = None
-            make_lazy(p, self._touched)
-
-    def clear(self) -> bool:
-        """`zero_grad()`. Returns whether gradients are cleared already, so that pending parameters stay untouched."""
-        self._cleared = True
-        return self.defers and self._pulled is not None
 
     def _absent(self, name: str) -> None:
         if not self.unused:
             raise refusals.unused_parameter(name, self.passes.step)
 
-    def _touched(self, param: LazyParameter) -> None:
-        assert self._pulled is not None
-        began = self.phases.clock.stamp()
-        if self._enter(self._name_of[id(param)], self._pulled):
-            self.phases.held_up(began)
-        make_ready(param)
-
-    def _enter(self, name: str, pulled: PulledModel | GpuPull) -> bool:
-        """Wait for a pulled parameter and copy it into the model. Returns whether it had not arrived yet."""
-        early = pulled.wait_for(name, self.timeout_s)
-        if self._coming is not None:
-            self.flat[name].copy_(self._coming[name])
-        return early
-
     def flush(self) -> None:
         """Wait for the whole model of the last step."""
-        pulled, self._pulled = self._pulled, None
-        if pulled is None:
-            return
-        for name, p in self.named.items():
-            if not self.defers or type(p) is LazyParameter:
-                self._enter(name, pulled)
-                make_ready(p)
-        pulled.wait(self.timeout_s)
-        self._leaving = pulled.leaving if self.synchrony.lockstep else self.termination_requested
+        pulled = self.pull.finish()
+        if pulled is not None:
+            self._leaving = pulled.leaving if self.synchrony.lockstep else self.termination_requested
 
     def refresh(self) -> None:
         """Wait for the whole model, this worker's own updates included."""
@@ -285,6 +260,7 @@ class ServerMode(Mode, ABC):
 
     def fetch(self) -> None:
         """Have the optimizer's state here, as after a step of its own."""
+        self._synchronize()
         self.refresh()
         for name, known in self.client.fetch(self.timeout_s).items():
             if known:
@@ -295,6 +271,8 @@ class ServerMode(Mode, ABC):
         return [row if row is not None else list(values) for row in self.client.tell(values, self.timeout_s)]
 
     def close(self, *, well: bool) -> None:
+        if well:
+            self._synchronize()
         self.unchanged.unwatch()
         if well:
             self.flush()

@@ -13,6 +13,7 @@ import torch
 
 import weft
 from weft import jobs
+from weft.environment import LabOptions, RunOptions
 from weft.errors import UserError
 from weft.ops import Spec
 from weft.runtime.launch.spec import Launch
@@ -33,9 +34,9 @@ def open_recorder(
     tell = progress_pipe() if main else None
     if folder is None and tell is None:
         return None
-    recorder = Recorder(folder, world.process, clock, tell, trace=os.environ.get("WEFT_TRACE") == "1")
+    recorder = Recorder(folder, world.process, clock, tell, trace=RunOptions.from_env().trace)
     recorder.about = {"steps": steps, "workers": world.processes}
-    recorder.marks = {int(step) for step in os.environ.get("WEFT_MARKS", "").split(",") if step}
+    recorder.marks = set(LabOptions.from_env().marks or ())
     if folder is not None and main:
         describe(folder, strategy, world, clock.device, seed, steps)
     return recorder
@@ -50,7 +51,7 @@ def describe(
     environment = {
         "strategy": str(strategy),
         "period": strategy.optimization.period,
-        "peer": os.environ.get("WEFT_PEER"),
+        "peer": LabOptions.from_env().peer,
         "workers": world.workers,
         "processes": world.processes,
         "steps": steps,

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from weft.environment import LocalLauncher
 from weft.runtime.record.clock import Clock
 from weft.runtime.record.files import hold, open_lines, writing
 from weft.runtime.record.trace import length, overlap, perfetto, union
@@ -117,13 +118,13 @@ class Recorder:
 
 def progress_pipe() -> Callable[[dict[str, Any]], None] | None:
     """A function that reports progress to the launcher; None without a launcher."""
-    number = os.environ.get("WEFT_PROGRESS_FD")
-    if not number:
+    number = LocalLauncher.from_env().progress_fd
+    if number is None:
         return None
 
     def tell(event: dict[str, Any]) -> None:
         try:
-            os.write(int(number), (json.dumps(event) + "\n").encode())
+            os.write(number, (json.dumps(event) + "\n").encode())
         except OSError:
             pass  # the launcher is gone, and this process is about to be killed
 

@@ -6,30 +6,27 @@ sent to everyone in the group. Other requests are relayed. Neither workers nor s
 
 from __future__ import annotations
 
-import json
-import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from weft.errors import WeftError
 from weft.rounds import Contribution, mean
+from weft.runtime.server import protocol
 from weft.runtime.server.client import ServerClient
-from weft.runtime.server.protocol import AT_ONCE, BEGIN, BUFFERS, BUNDLE, JOINED, PULL, PUSH, WHO, Hyper, Verb
-from weft.runtime.server.service import Loss
+from weft.runtime.server.pending_pulls import PendingPull, PendingPulls
+from weft.runtime.server.protocol import BUFFERS, Announcement, Verb
+from weft.runtime.server.request_loop import Inbox, Loss, RequestLoop
 from weft.runtime.server.statistics import Statistics
-from weft.threads import start_serial_thread
+from weft.runtime.server.upstream import Upstream
 from weft.topology._shards import Bundle
-from weft.transport.messaging import Key, Pending, Request, Server
+from weft.transport.messaging import Key, Pending, Request
 from weft.transport.tensor_bytes import raw
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,28 +38,9 @@ class _Passing:
     """The step after which the held values are the model; -1 if none have arrived yet."""
     pushed: dict[int, Request] = field(default_factory=dict)
     """By worker: its gradients of the present step."""
-    waiting: dict[int, tuple[Request, int, int, float]] = field(default_factory=dict)
+    pulls: PendingPulls = field(default_factory=PendingPulls)
     about: bytes = b""
     """The servers' header for this version."""
-
-
-@dataclass(frozen=True)
-class _Word:
-    """A worker's announcement of its present step."""
-
-    step: int
-    share: float
-    hyper: Hyper
-    buffers: Sequence[memoryview]
-    leaving: bool
-
-
-@dataclass(frozen=True)
-class _Came:
-    """A reply of the servers, for a bundle or for a relayed request."""
-
-    reply: Pending
-    of: int | Request
 
 
 class Aggregator:
@@ -82,29 +60,33 @@ class Aggregator:
         lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self.upstream, self.model, self.buffers, self.workers, self._lost = upstream, model, buffers, workers, lost
+        self._servers = Upstream(upstream)
         self.statistics = Statistics(workers)
         self.bundles = [_Passing(_parts(route.bundle, model)) for route in upstream.routes]
         self._kept = _Passing(buffers)
-        self._begun: dict[int, _Word] = {}
+        self._announced: dict[int, Announcement] = {}
         self._present: dict[bytes, int] = {}
         """By process identity: its worker in the group."""
         self._left = 0
         self.over = threading.Event()
         """Set when every worker of the group has left."""
-        self._inbox: queue.SimpleQueue[Request | Loss | _Came | None] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         most = 2 * max(sum(part.nbytes for part in each.parts) for each in self.bundles) + (1 << 20)
         most += sum(buffer.nbytes for buffer in buffers)
-        self._server = Server(
+        self._pull_initial_model()
+        self._loop = RequestLoop(
+            self._inbox,
             address,
             key,
-            self._inbox.put,
+            name="weft-proxy",
+            serve=self._serve,
+            lost=self._remove_lost,
+            statistics=self.statistics,
+            max_frame_bytes=3 * most,
             encrypted=encrypted,
             encrypt_loopback=encrypt_loopback,
-            max_frame_bytes=3 * most,
-            left=lambda name, why, identity: self._inbox.put(Loss(name, why, identity)),
         )
-        self.address = self._server.address
-        self._thread = start_serial_thread(self._serve, "weft-proxy")
+        self.address = self._loop.address
 
     @property
     def version(self) -> int:
@@ -123,74 +105,58 @@ class Aggregator:
 
     def close(self) -> None:
         """Stop serving."""
-        self._inbox.put(None)
-        self._thread.join(timeout=5)
-        self._server.close()
+        self._loop.close()
 
     # --- in the serving thread --------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        for number in range(len(self.bundles)):  # pull the initial model, which is sent once it is set
-            self.upstream.ask_for(number, self.model, self._when(number))
+    def _pull_initial_model(self) -> None:
+        """Pull the initial model, which the servers send once it is set."""
+        for number in range(len(self.bundles)):
+            self._servers.pull(number, self.model, self._then(partial(self._came, number)))
         if self.buffers:
-            self.upstream.ask_for_buffers(self.buffers, self._when(BUFFERS))
-        while (each := self._inbox.get()) is not None:
-            self.statistics.depths[self._inbox.qsize()] += 1
-            match each:
-                case _Came(reply, Request() as asked):
-                    self._pass_back(reply, asked)
-                case _Came(reply, int() as number):
-                    self._came(number, reply)
-                case Loss(identity=identity):
-                    if identity in self._present:
-                        self._lost(each)
-                case Request():
-                    try:
-                        self._do(each)
-                    except Exception as error:  # a bad request must not stop the service of others
-                        log.warning("a request of %s cannot be served: %s", each.sender, error)
-                        with suppress(RuntimeError):  # the request may have been answered already
-                            each.refuse(f"the request cannot be served: {error}")
+            self.upstream.pull_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
 
-    def _when(self, of: int | Request) -> Callable[[Pending], None]:
-        return lambda reply: self._inbox.put(_Came(reply, of))
+    def _then(self, act: Callable[[Pending], None]) -> Callable[[Pending], None]:
+        """Call `act` in the serving thread with the servers' reply."""
+        return lambda reply: self._inbox.put(partial(act, reply))
 
-    def _do(self, request: Request) -> None:
-        head, parts = request.parts[0], request.parts[1:]
+    def _remove_lost(self, loss: Loss) -> None:
+        if loss.identity in self._present:
+            self._lost(loss)
+
+    def _serve(self, request: Request) -> None:
+        head = request.parts[0]
         match request.verb:
             case Verb.PUSH:
-                worker, number, _, _ = PUSH.unpack(head)
-                self.statistics.received_bytes += sum(len(part) for part in parts)
+                worker, number, _, _ = protocol.PUSH.unpack(head)
+                self.statistics.received_bytes += sum(len(part) for part in request.parts[1:])
                 request.keeps = True
                 self._bundle(number).pushed[self._known(worker, request)] = request
-                request.reply(priority=AT_ONCE)
+                request.reply(priority=protocol.AT_ONCE)
                 self._forward(number)
             case Verb.BEGIN:
-                worker, step, share, leaving = BEGIN.unpack(head)
-                numbers = json.loads(bytes(parts[0]))
-                blob = [memoryview(bytes(part)) for part in parts[1:]]
-                self._begun[self._known(worker, request)] = _Word(step, share, numbers, blob, leaving)
-                request.reply(priority=AT_ONCE)
+                announced = Announcement.unpack(request.parts)
+                self._announced[self._known(announced.worker, request)] = announced
+                request.reply(priority=protocol.AT_ONCE)
                 self._begin()
             case Verb.PULL:
-                worker, number, steps, urgency = PULL.unpack(head)
+                worker, number, steps, urgency = protocol.PULL.unpack(head)
                 passing = self._kept if number == BUFFERS else self._bundle(number)
-                passing.waiting[self._known(worker, request)] = request, steps, urgency, time.monotonic()
+                passing.pulls.add(self._known(worker, request), PendingPull(request, steps, urgency))
                 self._answer(passing, worker)
             case Verb.JOIN:
-                (worker,) = WHO.unpack(head)
+                (worker,) = protocol.WHO.unpack(head)
                 if not 0 <= worker < self.workers:
                     raise ValueError(f"there is no worker {worker} in this group")
                 self._present = {who: each for who, each in self._present.items() if each != worker}
                 self._present[request.identity] = worker
-                request.reply([memoryview(JOINED.pack(0, False, 0))])
+                request.reply([memoryview(protocol.JOINED.pack(0, False, 0))])
             case Verb.SET | Verb.FETCH | Verb.TELL if request.identity not in self._present:
                 request.refuse(f"{request.sender} is not in this group, or was replaced; start it again")
             case Verb.SET | Verb.FETCH:
-                (number,) = BUNDLE.unpack(head)
-                self.upstream.relay(Verb(request.verb), number, request.parts, self._when(request))
+                self._relay(request, *protocol.BUNDLE.unpack(head))
             case Verb.TELL:
-                self.upstream.relay(Verb.TELL, None, request.parts, self._when(request))
+                self._relay(request, None)
             case Verb.LEAVE:
                 self._present.pop(request.identity, None)
                 request.reply()
@@ -215,30 +181,31 @@ class Aggregator:
 
     def _begin(self) -> None:
         """Announce a step to the servers, once the whole group has announced it."""
-        words = [self._begun[worker] for worker in sorted(self._begun)]
-        if len(words) < self.workers or len({word.step for word in words}) > 1:
+        group = [self._announced[worker] for worker in sorted(self._announced)]
+        if len(group) < self.workers or len({each.step for each in group}) > 1:
             return
-        share, leaving = sum(word.share for word in words), any(word.leaving for word in words)
-        blob = next((word.buffers for word in words if word.buffers), ())
-        said = [torch.frombuffer(part, dtype=torch.uint8) for part in blob]
-        self.upstream.begin(words[0].step, share, words[0].hyper, said, leave=leaving)
+        share, leaving = sum(each.share for each in group), any(each.leaving for each in group)
+        blob = next((each.buffers for each in group if each.buffers), ())
+        buffers = [torch.frombuffer(part, dtype=torch.uint8) for part in blob]
+        self.upstream.begin(group[0].step, share, group[0].hyper, buffers, leave=leaving)
         if self.buffers:
-            self.upstream.ask_for_buffers(self.buffers, self._when(BUFFERS))
+            self.upstream.pull_buffers(self.buffers, self._then(partial(self._came, BUFFERS)))
         for number in range(len(self.bundles)):
             self._forward(number)
 
     def _forward(self, number: int) -> None:
         """Forward the sum of a bundle, once all gradients and all announcements of the step have arrived."""
         passing = self.bundles[number]
-        steps = {PUSH.unpack(push.parts[0])[2] for push in passing.pushed.values()}
-        steps |= {word.step for word in self._begun.values()}
-        if len(passing.pushed) < self.workers or len(self._begun) < self.workers or len(steps) > 1:
+        steps = {protocol.PUSH.unpack(push.parts[0])[2] for push in passing.pushed.values()}
+        steps |= {each.step for each in self._announced.values()}
+        if len(passing.pushed) < self.workers or len(self._announced) < self.workers or len(steps) > 1:
             return
         rows = [
-            Contribution(worker, self._begun[worker].share, _grads(push, passing.parts))
+            Contribution(worker, self._announced[worker].share, _grads(push, passing.parts))
             for worker, push in passing.pushed.items()
         ]
-        self.upstream.forward(number, mean(rows, self.workers), steps.pop(), self.model, self._when(number))
+        summed = mean(rows, self.workers)
+        self._servers.forward(number, summed, steps.pop(), self.model, self._then(partial(self._came, number)))
 
     # --- to the group -------------------------------------------------------------------------------------------------
 
@@ -259,21 +226,23 @@ class Aggregator:
         self._answer(passing, last)
 
     def _answer(self, passing: _Passing, by: int) -> None:
-        for worker, (request, steps, urgency, since) in list(passing.waiting.items()):
-            if passing.version >= steps:
-                del passing.waiting[worker]
-                values = [raw(part) for part in passing.parts]
-                head = [memoryview(passing.about)] if passing is not self._kept else []
-                request.reply([*head, *values], priority=urgency)
-                self.statistics.sent_bytes += sum(len(part) for part in values)
-                if head:
-                    self.statistics.answered(worker, steps, time.monotonic() - since, by)
+        for worker, pull in passing.pulls.take(lambda _, steps: passing.version >= steps):
+            values = [raw(part) for part in passing.parts]
+            head = [memoryview(passing.about)] if passing is not self._kept else []
+            pull.request.reply([*head, *values], priority=pull.urgency)
+            self.statistics.sent_bytes += sum(len(part) for part in values)
+            if head:
+                self.statistics.answered(worker, pull.steps, pull.waited_s, by)
 
-    def _pass_back(self, reply: Pending, asked: Request) -> None:
+    def _relay(self, request: Request, number: int | None) -> None:
+        then = self._then(partial(self._pass_back, request))
+        self._servers.relay(Verb(request.verb), number, request.parts, then)
+
+    def _pass_back(self, request: Request, reply: Pending) -> None:
         try:
-            asked.reply(reply.wait(0.0))
+            request.reply(reply.wait(0.0))
         except WeftError as error:
-            asked.refuse(str(error))
+            request.refuse(str(error))
 
 
 def _parts(bundle: Bundle, model: dict[str, Tensor]) -> list[Tensor]:

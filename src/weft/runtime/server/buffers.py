@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from weft.transport.messaging import Request
+from weft.runtime.server.pending_pulls import PendingPulls
 
 
 class ServerBuffers:
@@ -20,7 +20,7 @@ class ServerBuffers:
         self._offered: dict[int, memoryview] = {}
         self._leaving: set[int] = set()
         self._since: int | None = None
-        self._waiting: dict[int, tuple[Request, int]] = {}
+        self.pulls = PendingPulls()
 
     def set(self, parts: Sequence[memoryview]) -> None:
         self.now = self._fitting(parts)
@@ -31,10 +31,8 @@ class ServerBuffers:
         if parts:
             self._offered[worker] = self._fitting(parts)
 
-    def counted(self, worker: int, version: int | None) -> None:
-        """A worker's gradients are contributed; `version` is the new version if they closed a round."""
-        if version is None:
-            return
+    def updated(self, version: int) -> None:
+        """Make the offered buffers those of a new version of the model."""
         for given in self._offered.values():
             self.now = given
         self._offered.clear()
@@ -44,18 +42,10 @@ class ServerBuffers:
     def leaving(self, version: int) -> bool:
         return self._since is not None and version >= self._since
 
-    def ask(self, worker: int, request: Request, steps: int) -> None:
-        self._waiting[worker] = request, steps
-
-    def give_up(self, worker: int, why: str) -> None:
-        if worker in self._waiting:
-            self._waiting.pop(worker)[0].refuse(why)
-
-    def answer(self, may: Callable[[int, int], bool]) -> None:
-        for worker, (request, steps) in list(self._waiting.items()):
-            if may(worker, steps):
-                del self._waiting[worker]
-                request.reply([self.now])
+    def answer(self, ready: Callable[[int, int], bool]) -> None:
+        """Reply to the pulls for which `ready(worker, steps)` holds."""
+        for _, pull in self.pulls.take(ready):
+            pull.request.reply([self.now])
 
     def _fitting(self, parts: Sequence[memoryview]) -> memoryview:
         (given,) = parts

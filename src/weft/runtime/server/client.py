@@ -6,67 +6,25 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.compression import Compressor, Context, Piece, State
-from weft.errors import LoopError
 from weft.ops import Spec
-from weft.runtime.checks.finite import all_finite
 from weft.runtime.record.clock import Spans
+from weft.runtime.server import protocol
+from weft.runtime.server.bundle_route import BundleRoute
 from weft.runtime.server.compressed_push import encode_push
-from weft.runtime.server.protocol import (
-    AT_ONCE,
-    BEGIN,
-    BUFFERS,
-    BUNDLE,
-    JOINED,
-    PULL,
-    PULLED,
-    PUSH,
-    TELL,
-    WATCH,
-    WHO,
-    Hyper,
-    Verb,
-)
-from weft.runtime.server.protocol import packed as packed_state
-from weft.runtime.server.protocol import unpacked as unpacked_state
+from weft.runtime.server.cut_state import cut_state, joined_state
+from weft.runtime.server.protocol import AT_ONCE, BUFFERS, Hyper, Verb
 from weft.topology._shards import Bundle, Range
 from weft.transport.messaging import Client, Pending
 from weft.transport.tensor_bytes import raw
 
-_LOOK_S = 0.5
-
-
-@dataclass
-class BundleRoute:
-    """The route of a bundle between this worker and the server that keeps it."""
-
-    server: int
-    number: int
-    bundle: Bundle
-    place: int
-    """Its index among all bundles."""
-    came: set[str] = field(default_factory=set)
-    asked: bool = False
-    """Whether the request of the next `pull` has been sent already."""
-    about: bytearray = field(default_factory=lambda: bytearray(PULLED.size))
-    """The header of the values that this worker holds, as its server sent it."""
-    there: float = 0.0
-    """When its server had received the last push."""
-
-    @property
-    def version(self) -> int:
-        return int(PULLED.unpack(self.about)[0])
-
-    @property
-    def slowest(self) -> int:
-        """The clock of the slowest worker in that header."""
-        return int(PULLED.unpack(self.about)[1])
+_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -97,17 +55,19 @@ class PulledModel:
 
     @property
     def leaving(self) -> bool:
-        """Whether the run was asked to terminate at this version."""
-        return bool(PULLED.unpack(self.first)[2])
+        """Whether the run is to terminate at this version."""
+        return bool(protocol.PULLED.unpack(self.first)[2])
 
 
 def wait_for(reply: Pending, clients: Sequence[Client], timeout_s: float) -> bool:
     """Wait for a reply; returns whether it was pending. Fails as soon as any server is lost, since the others would
     never reply."""
     early, until = not reply.done(0.0), time.monotonic() + timeout_s
-    while not reply.done(_LOOK_S) and time.monotonic() < until:
+    while not reply.done(_CHECK_S):
         for client in clients:
             client.check()
+        if time.monotonic() >= until:
+            raise reply.overdue(timeout_s)
     reply.wait(0.0)
     return early
 
@@ -159,58 +119,58 @@ class ServerClient:
         """Bytes sent to other hosts."""
         self._pushed: list[Pending] = []
         self._replies: dict[str, list[Pending]] = {}
-        self._tellings = itertools.count()
+        self._gathers = itertools.count()
 
     # --- joining and leaving ----------------------------------------------------------------------------------------
 
     def join(self, timeout_s: float) -> tuple[int, bool]:
         """Join the run. Returns this worker's step at the servers, and whether they have a model."""
-        asked = [client.ask(Verb.JOIN, [memoryview(WHO.pack(self.worker))], once=True) for client in self.clients]
-        told = [JOINED.unpack(each.wait(timeout_s)[0]) for each in asked]
-        self._tellings = itertools.count(told[0][2])
-        return max(int(step) for step, _, _ in told), all(started for _, started, _ in told)
+        head = memoryview(protocol.WHO.pack(self.worker))
+        replies = [client.ask(Verb.JOIN, [head], once=True) for client in self.clients]
+        joined = [protocol.JOINED.unpack(each.wait(timeout_s)[0]) for each in replies]
+        self._gathers = itertools.count(joined[0][2])
+        return max(int(step) for step, _, _ in joined), all(started for _, started, _ in joined)
 
     def start(
         self, model: Mapping[str, Tensor], state: Mapping[str, Any], buffers: Sequence[Tensor], timeout_s: float
     ) -> None:
         """Set the initial state: flat values, and the optimizer's state of each parameter."""
-        asked = []
+        replies = []
         if buffers:
-            blob = memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))
-            asked.append(self.clients[0].ask(Verb.SET, [memoryview(BUNDLE.pack(BUFFERS)), blob], once=True))
+            parts = [memoryview(protocol.BUNDLE.pack(BUFFERS)), _joined(buffers)]
+            replies.append(self.clients[0].ask(Verb.SET, parts, once=True))
         for route in self.routes:
             values = [model[part.name][part.start : part.stop] for part in route.bundle]
             known = [cut_state(state.get(part.name, {}), part, self.specs[part.name]) for part in route.bundle]
-            head = memoryview(BUNDLE.pack(route.number))
-            parts = [head, *packed_state((values, known))]
-            asked.append(self.clients[route.server].ask(Verb.SET, parts, once=True))
-        for each in asked:
+            parts = [memoryview(protocol.BUNDLE.pack(route.number)), *protocol.packed((values, known))]
+            replies.append(self.clients[route.server].ask(Verb.SET, parts, once=True))
+        for each in replies:
             each.wait(timeout_s)
 
     def fetch(self, timeout_s: float) -> dict[str, dict[str, Any]]:
         """The state of the servers' optimizers, by parameter."""
-        asked = [
-            (route, self.clients[route.server].ask(Verb.FETCH, [memoryview(BUNDLE.pack(route.number))]))
+        replies = [
+            (route, self.clients[route.server].ask(Verb.FETCH, [memoryview(protocol.BUNDLE.pack(route.number))]))
             for route in self.routes
         ]
         pieces: dict[str, list[tuple[Range, dict[str, Any]]]] = {}
-        for route, each in asked:
-            for part, known in zip(route.bundle, unpacked_state(each.wait(timeout_s)), strict=True):
+        for route, each in replies:
+            for part, known in zip(route.bundle, protocol.unpacked(each.wait(timeout_s)), strict=True):
                 pieces.setdefault(part.name, []).append((part, known))
         return {name: joined_state(each, self.specs[name]) for name, each in pieces.items()}
 
     def tell(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
         """Gather values by worker; None for workers that are gone. A collective call."""
-        head = memoryview(TELL.pack(self.rank, next(self._tellings)))
-        asked = self.clients[0].ask(Verb.TELL, [head, memoryview(json.dumps(list(values)).encode())], once=True)
-        found: list[Any] = json.loads(bytes(asked.wait(timeout_s)[0]))
+        head = memoryview(protocol.TELL.pack(self.rank, next(self._gathers)))
+        reply = self.clients[0].ask(Verb.TELL, [head, memoryview(json.dumps(list(values)).encode())], once=True)
+        found: list[Any] = json.loads(bytes(reply.wait(timeout_s)[0]))
         return found
 
     def leave(self, timeout_s: float) -> None:
         """Leave the run: this worker needs nothing more."""
-        who = memoryview(WHO.pack(self.worker))
-        for asked in [client.ask(Verb.LEAVE, [who], once=True) for client in self.clients]:
-            asked.wait(timeout_s)
+        head = memoryview(protocol.WHO.pack(self.worker))
+        for reply in [client.ask(Verb.LEAVE, [head], once=True) for client in self.clients]:
+            reply.wait(timeout_s)
         self.close()
 
     def close(self) -> None:
@@ -238,8 +198,8 @@ class ServerClient:
                 route.came.clear()
                 self._send(route, step)
                 if into is not None:
-                    self._ask_for(route, into)
-                    route.asked = True
+                    self.pull_bundle(route, into)
+                    route.pull_pending = True
 
     def _send(self, route: BundleRoute, step: int) -> None:
         words: list[memoryview] = []
@@ -249,10 +209,13 @@ class ServerClient:
                 words += map(raw, self._words(part, grad[part.start : part.stop], step))
             elif self.compression.raw:
                 words.append(memoryview(b""))
-        self._push(route, words, step)
+        self.push_bundle(route, words, step)
 
-    def _push(self, route: BundleRoute, words: Sequence[memoryview], step: int) -> None:
-        head = memoryview(PUSH.pack(self.worker, route.number, step, route.version))
+    def push_bundle(self, route: BundleRoute, words: Sequence[memoryview], step: int) -> None:
+        """Push the payload of a whole bundle."""
+        for part in route.bundle:
+            self._order.setdefault(part.name, len(self._order))
+        head = memoryview(protocol.PUSH.pack(self.worker, route.number, step, route.version))
         client, began, spans = self.clients[route.server], time.perf_counter(), self.spans
 
         def there(_: Pending) -> None:
@@ -263,36 +226,6 @@ class ServerClient:
         if route.server != self.near:
             self.sent_bytes += sum(len(word) for word in words)
 
-    def forward(
-        self,
-        number: int,
-        sums: Sequence[Tensor | None],
-        step: int,
-        into: Mapping[str, Tensor],
-        then: Callable[[Pending], None],
-    ) -> None:
-        """Push the gradients of a bundle uncompressed, and pull the result. `number` counts bundles across all
-        servers."""
-        route = self.routes[number]
-        for part in route.bundle:
-            self._order.setdefault(part.name, len(self._order))
-        self._push(route, [memoryview(b"") if grad is None else raw(grad) for grad in sums], step)
-        self.ask_for(number, into, then)
-
-    def ask_for(self, number: int, into: Mapping[str, Tensor], then: Callable[[Pending], None]) -> None:
-        """Pull one bundle as of this step."""
-        self._ask_for(self.routes[number], into, then)
-
-    def relay(
-        self, verb: Verb, number: int | None, parts: Sequence[memoryview], then: Callable[[Pending], None]
-    ) -> None:
-        """Relay a request about a bundle to its server; None: to the first server."""
-        client = self.clients[0]
-        if number is not None and number != BUFFERS:
-            route = self.routes[number]
-            client, parts = self.clients[route.server], [memoryview(BUNDLE.pack(route.number)), *parts[1:]]
-        client.ask(verb, parts, once=verb is not Verb.FETCH, then=then)
-
     def _words(self, part: Range, grad: Tensor, step: int) -> list[Tensor]:
         """The tensors that are sent to the server: the gradient itself, or the compressor's payload."""
         if self.compression.raw:
@@ -300,15 +233,7 @@ class ServerClient:
         ctx = Context(step=step, rank=self.worker, workers=1, seed=self.seed)
         value = self._model[part.name][part.start : part.stop]
         piece = Piece(part.spec(self.specs[part.name]), grad, torch.empty_like(grad), value=value)
-        words = encode_push(self.compression, piece, self.state, ctx)
-        if not all_finite(piece.mean):
-            for kept in self.state.get(piece.spec.name, {}).values():
-                kept.nan_to_num_(0.0, 0.0, 0.0)
-            what = f"{self.compression} makes NaN or infinite values of the gradient of {part.name}"
-            raise LoopError(
-                f"{what} at step {step + 1}. Use another compressor, such as cast(dtype=bf16), or scale the loss down."
-            )
-        return words
+        return encode_push(self.compression, piece, self.state, ctx)
 
     def _urgency(self, route: BundleRoute) -> int:
         """Priority, lowest first: parameters that backward finishes last."""
@@ -324,9 +249,9 @@ class ServerClient:
         leave: bool = False,
     ) -> None:
         """Announce the gradients of a step, with its hyperparameters and, from worker 0, its buffers."""
-        head = memoryview(BEGIN.pack(self.worker, step, share, leave))
+        head = memoryview(protocol.BEGIN.pack(self.worker, step, share, leave))
         numbers = memoryview(json.dumps(hyper).encode())
-        blob = [memoryview(b"".join(bytes(raw(buffer)) for buffer in buffers))] if buffers else []
+        blob = [_joined(buffers)] if buffers else []
         self._pushed = [
             client.ask(Verb.BEGIN, [head, numbers, *(blob if not server else [])], once=True, priority=AT_ONCE)
             for server, client in enumerate(self.clients)
@@ -339,24 +264,25 @@ class ServerClient:
         for each in self._pushed:
             each.wait(timeout_s)
 
-    def _ask_for(
+    def pull_bundle(
         self, route: BundleRoute, into: Mapping[str, Tensor], then: Callable[[Pending], None] | None = None
     ) -> None:
-        route.about = bytearray(PULLED.size)
-        room = [memoryview(route.about), *(raw(into[part.name][part.start : part.stop]) for part in route.bundle)]
-        head = memoryview(PULL.pack(self.worker, route.number, self.steps, self._urgency(route)))
+        """Pull one bundle as of this step. `then` is called with the reply, which is then not part of `pull`."""
+        route.about = bytearray(protocol.PULLED.size)
+        memory = route.memory(route.about, into)
+        head = memoryview(protocol.PULL.pack(self.worker, route.number, self.steps, self._urgency(route)))
         began, spans = time.perf_counter(), self.spans
 
         def back(_: Pending) -> None:
             spans.wire.append((route.place, max(began, route.there), time.perf_counter()))
 
-        asked = self.clients[route.server].ask(Verb.PULL, [head], into=room, priority=AT_ONCE, then=then or back)
+        reply = self.clients[route.server].ask(Verb.PULL, [head], into=memory, priority=AT_ONCE, then=then or back)
         for name in {part.name for part in route.bundle} if then is None else ():
-            self._replies.setdefault(name, []).append(asked)
+            self._replies.setdefault(name, []).append(reply)
 
-    def ask_for_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
+    def pull_buffers(self, buffers: Sequence[Tensor], then: Callable[[Pending], None] | None = None) -> Pending:
         """Pull the model's buffers as of this step."""
-        head = memoryview(PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
+        head = memoryview(protocol.PULL.pack(self.worker, BUFFERS, self.steps, AT_ONCE))
         into = [raw(buffer) for buffer in buffers]
         return self.clients[0].ask(Verb.PULL, [head], into=into, priority=AT_ONCE, then=then)
 
@@ -365,47 +291,24 @@ class ServerClient:
         start its next step."""
         self._model = model
         for route in self.routes:
-            if not route.asked:
-                self._ask_for(route, model)
-            route.asked = False
-        waits = self.ask_for_buffers(buffers) if buffers else None
-        pulled, self._replies = PulledModel(self._replies, self.routes[0].about, waits, self.clients), {}
+            if not route.pull_pending:
+                self.pull_bundle(route, model)
+            route.pull_pending = False
+        reply = self.pull_buffers(buffers) if buffers else None
+        pulled, self._replies = PulledModel(self._replies, self.routes[0].about, reply, self.clients), {}
         return pulled
 
     def watch(
         self, route: BundleRoute, about: bytearray, into: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()
     ) -> Pending:
         """Subscribe to the next values of a bundle beyond those that this worker has; the first includes buffers."""
-        room = [memoryview(about), *(raw(into[part.name][part.start : part.stop]) for part in route.bundle)]
+        memory = route.memory(about, into)
         if route is self.routes[0]:
-            room += map(raw, buffers)
-        head = memoryview(WATCH.pack(self.worker, route.number, route.slowest, self._urgency(route)))
-        return self.clients[route.server].ask(Verb.WATCH, [head], into=room, priority=AT_ONCE)
+            memory += map(raw, buffers)
+        head = memoryview(protocol.WATCH.pack(self.worker, route.number, route.slowest, self._urgency(route)))
+        return self.clients[route.server].ask(Verb.WATCH, [head], into=memory, priority=AT_ONCE)
 
 
-# --- optimizer state of a parameter that is cut -----------------------------------------------------------------------
-
-
-def cut_state(state: Mapping[str, Any], part: Range, spec: Spec) -> dict[str, Any]:
-    """A range's part of a parameter's state: tensors of its shape are cut, other values are copied."""
-    if part.numel == spec.numel:
-        return dict(state)
-    alike = torch.Size(spec.shape)
-    return {
-        name: each.reshape(-1)[part.start : part.stop] if isinstance(each, Tensor) and each.shape == alike else each
-        for name, each in state.items()
-    }
-
-
-def joined_state(pieces: Sequence[tuple[Range, dict[str, Any]]], spec: Spec) -> dict[str, Any]:
-    """The inverse of `cut_state`."""
-    ordered = sorted(pieces, key=lambda piece: piece[0].start)
-    first_range, first = ordered[0]
-    if len(ordered) == 1:
-        return first
-    return {
-        name: torch.cat([known[name] for _, known in ordered]).view(spec.shape)
-        if isinstance(each, Tensor) and each.shape == (first_range.numel,)
-        else each
-        for name, each in first.items()
-    }
+def _joined(tensors: Sequence[Tensor]) -> memoryview:
+    """A copy of the bytes of these tensors."""
+    return memoryview(b"".join(bytes(raw(each)) for each in tensors))

@@ -108,8 +108,8 @@ class GpuServerClient:
     ) -> None:
         for name, flat in model.items():
             self._values[name].copy_(flat)
-        for room, buffer in zip(self._buffers, buffers, strict=True):
-            room.copy_(buffer)
+        for pinned, buffer in zip(self._buffers, buffers, strict=True):
+            pinned.copy_(buffer)
         self.inner.start(self._values, state, self._buffers, timeout_s)
 
     def begin(
@@ -124,26 +124,26 @@ class GpuServerClient:
         """Announce the gradients of a step, once those of the previous step have been sent."""
         self._settle()
         self.inner.pushed(self._timeout_s)
-        said = [(room, buffer) for room, buffer in zip(self._buffers, buffers, strict=False)]
+        said = [(pinned, buffer) for pinned, buffer in zip(self._buffers, buffers, strict=False)]
         copied = self._copied(said)
 
         def begin() -> None:
             self._landed.synchronize()  # now replies may overwrite the pinned memory
             copied.synchronize()
-            self.inner.begin(step, share, hyper, [room for room, _ in said], leave=leave)
+            self.inner.begin(step, share, hyper, [pinned for pinned, _ in said], leave=leave)
 
         self._work.put(begin)
 
     def push(self, name: str, grad: Tensor | None, step: int, into: Mapping[str, Tensor] | None = None) -> None:
         """Push a gradient, once it is on the host."""
-        room = self._grads[name] if grad is not None else None
-        copied = self._copied([(room, grad)] if room is not None and grad is not None else [])
+        pinned = self._grads[name] if grad is not None else None
+        copied = self._copied([(pinned, grad)] if pinned is not None and grad is not None else [])
 
         def push() -> None:
             copied.synchronize()
-            if room is not None:
-                check_gradient(name, room, step)
-            self.inner.push(name, room, step, self._values if into is not None else None)
+            if pinned is not None:
+                check_gradient(name, pinned, step)
+            self.inner.push(name, pinned, step, self._values if into is not None else None)
 
         self._work.put(push)
 
@@ -176,8 +176,8 @@ class GpuServerClient:
         """Copy results of the current stream to the host; the event is recorded after the copies."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for room, values in pairs:
-                room.copy_(values, non_blocking=True)
+            for pinned, values in pairs:
+                pinned.copy_(values, non_blocking=True)
                 values.record_stream(self._stream)
             copied = torch.cuda.Event()
             copied.record(self._stream)
@@ -189,8 +189,8 @@ class GpuServerClient:
         self._landed.record()
 
     def land_buffers(self, buffers: Sequence[Tensor]) -> None:
-        for buffer, room in zip(buffers, self._buffers, strict=True):
-            buffer.copy_(room, non_blocking=True)
+        for buffer, pinned in zip(buffers, self._buffers, strict=True):
+            buffer.copy_(pinned, non_blocking=True)
         self._landed.record()
 
     # --- the thread that waits for copies ---------------------------------------------------------------------------

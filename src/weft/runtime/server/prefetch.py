@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.runtime.loop.buffers import BufferSlots
-from weft.runtime.server.client import BundleRoute, ServerClient, wait_for
+from weft.runtime.server.bundle_route import BundleRoute
+from weft.runtime.server.client import ServerClient, wait_for
 from weft.runtime.server.protocol import PULLED
 from weft.synchrony import Synchrony, View
 from weft.transport.messaging import Pending

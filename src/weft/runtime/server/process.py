@@ -1,6 +1,6 @@
 """A server process: the job's own script builds model and optimizer, and `distribute` serves them.
 
-    run = weft.init()                                      a ServerRun, in a process without a worker
+    run = weft.init()                                      in a process without a worker, delegates to a ServerRun
     model, optimizer = run.distribute(model, optimizer)    never returns: it serves until every worker has left
 
 The server's optimizer is thus the job's own, and only numbers are sent. The workers' side is `modes/parameter_server`.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
 import signal
 import socket
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.environment import RunOptions
 from weft.errors import LoopError, PeerLost, UserError
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
@@ -35,7 +35,8 @@ from weft.runtime.record.files import write_json
 from weft.runtime.server.aggregator import Aggregator
 from weft.runtime.server.bundle_state import BundleState, part_optimizer
 from weft.runtime.server.client import ServerClient
-from weft.runtime.server.service import Loss, ShardService
+from weft.runtime.server.request_loop import Loss
+from weft.runtime.server.service import ShardService
 from weft.strategy import Strategy
 from weft.topology import Topology
 from weft.topology._shards import Bundle, bundles, shards
@@ -89,19 +90,19 @@ def reach(
         strategy.server_topology,
         divided(model, optimizer, strategy, strategy.server_topology.num_shards(world.workers)),
     )
-    asked, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
+    servers, place, server_hosts = list(range(len(bundled))), rank, topology.server_hosts(world.workers)
     for number, team in enumerate(topology.worker_groups(world.workers)):
         if rank in team:
-            asked, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
+            servers, place, bundled = [len(bundled) + number], rank - team.start, [list(itertools.chain(*bundled))]
     return ServerClient(
         place,
-        call(asked, f"worker {rank}", model, topology, world, timeout_s),
+        call(servers, f"worker {rank}", model, topology, world, timeout_s),
         bundled,
         {spec.name: spec for spec in trained(model)},
         strategy.compression,
         seed,
         urgent=strategy.schedule.defers,
-        near=next((number for number, server in enumerate(asked) if server_hosts[server] == rank), None),
+        near=next((number for number, server in enumerate(servers) if server_hosts[server] == rank), None),
         rank=rank,
     )
 
@@ -121,7 +122,7 @@ def call(
 
 
 class ServerRun:
-    """The run of a server process, returned by `weft.init()`: the attributes that a script uses before `distribute`."""
+    """A server process's part in a run: the attributes that a script uses before `distribute`."""
 
     def __init__(self, *, world: World, strategy: Strategy, steps: int | None, seed: int) -> None:
         self.world, self.strategy, self.steps, self.seed = world, strategy.check(), steps, seed
@@ -141,20 +142,20 @@ class ServerRun:
         losses: queue.SimpleQueue[Loss] = queue.SimpleQueue()
         keeps = index < self.strategy.server_topology.num_shards(self.workers)
         server = (self._shard_server if keeps else self._aggregator)(index, model, optimizer, losses.put)
-        asked = _asked_to_leave()
+        termination_requested = _termination_requested()
         try:
             with self._announced(index, server) as check_launcher:
                 while not server.over.wait(0.1):
                     if not losses.empty():
                         self._lost(losses.get())
-                    if asked.is_set() and not server.attended:
+                    if termination_requested.is_set() and not server.attended:
                         raise SystemExit(TERMINATED)
                     check_launcher()
             if isinstance(server, Aggregator):
                 server.upstream.leave(_MEET_S)
         finally:
-            if out := os.environ.get("WEFT_OUT"):
-                write_json(Path(out) / f"server-{index}.json", server.statistics.row(index, server.version))
+            if out := RunOptions.from_env().out:
+                write_json(out / f"server-{index}.json", server.statistics.row(index, server.version))
         server.close()
         raise SystemExit(0)
 
@@ -239,12 +240,12 @@ class ServerRun:
         raise LoopError(f"run.{name} was used before run.distribute(), which never returns on a server; move it below")
 
 
-def _asked_to_leave() -> threading.Event:
+def _termination_requested() -> threading.Event:
     """Set by SIGTERM. Workers need servers to save a checkpoint, so servers stay until no worker is left."""
-    asked = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    return asked
+        signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    return requested
 
 
 def keep(bundle: Bundle, model: nn.Module, optimizer: Optimizer) -> BundleState:

@@ -26,6 +26,7 @@ import enum
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,26 @@ AT_ONCE = -(2**31)
 
 Hyper = list[dict[str, Any]]
 """An optimizer's options by group, as JSON values, with lists for tuples."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A worker's announcement of the gradients of a step (`BEGIN`)."""
+
+    worker: int
+    step: int
+    share: float
+    leaving: bool
+    """Whether the worker was told to terminate."""
+    hyper: Hyper
+    buffers: Sequence[memoryview]
+
+    @classmethod
+    def unpack(cls, parts: Sequence[memoryview]) -> Announcement:
+        """Decode the parts of a request; the result does not refer to their memory."""
+        worker, step, share, leaving = BEGIN.unpack(parts[0])
+        buffers = [memoryview(bytes(part)) for part in parts[2:]]
+        return cls(worker, step, share, leaving, json.loads(bytes(parts[1])), buffers)
 
 
 def packed(state: Any) -> list[memoryview]:

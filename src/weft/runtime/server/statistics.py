@@ -22,6 +22,10 @@ class Statistics:
     """By (waiting worker, worker it waited for): seconds."""
     _last: dict[int, tuple[int, float, int]] = field(default_factory=dict)
 
+    def updated(self, worker: int, staleness: int) -> None:
+        """A worker's contribution became part of an update."""
+        self.staleness[worker, staleness] += 1
+
     def answered(self, worker: int, step: int, waited_s: float, by: int) -> None:
         """A worker's pull was answered after this wait, triggered by the gradients of another worker.
 

@@ -55,10 +55,14 @@ class Pending:
     def wait(self, timeout_s: float) -> list[memoryview]:
         """The parts of the reply, in `into` where that was given. Raises PeerLost or Refused."""
         if not self._done.wait(timeout_s):
-            raise PeerLost(f"no reply from the server at {self.to} in {timeout_s:g} s")
+            raise self.overdue(timeout_s)
         if self._error is not None:
             raise self._error
         return self.parts
+
+    def overdue(self, timeout_s: float) -> PeerLost:
+        """The error of a wait that ended without a reply."""
+        return PeerLost(f"no reply from the server at {self.to} in {timeout_s:g} s")
 
     def finish(self, parts: list[memoryview], error: Exception | None = None) -> None:
         """Set the reply or the error. The client calls this once, after it has removed the request from its list."""
