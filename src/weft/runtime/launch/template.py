@@ -2,9 +2,9 @@
 
 The launcher starts it with one end of a socket, as `python -m weft.runtime.launch.template FD MODULE`. Every request on
 the socket is a set of file descriptors: a file with the environment and the arguments, standard output and error, and
-the pipe of progress reports if the process has one, which gets the number that it has in the launcher. The template forks twice, so that the new process becomes a child
-of the launcher, which is the subreaper of everything below it. From there on the launcher supervises it like a process
-that it has started itself.
+the pipe of progress reports if the process has one, which keeps its number. The template forks twice, so that the new
+process becomes a child of the launcher, which is the subreaper of everything below it. From there on the launcher
+supervises it like a process that it has started itself.
 
 The template runs no operation, starts no thread and initializes no device. A forked process therefore gives the same
 bits as a new one. WEFT_FORK=0 starts new processes instead.
