@@ -65,21 +65,22 @@ def template(module: str, env: Mapping[str, str]) -> Iterator[Start]:
                 pass_fds=[theirs.fileno()],
             )
         ours.settimeout(_START_S)
+        assert process.stderr is not None
 
         def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
             try:
                 return Forked(ours, {"argv": [module, *args], "env": dict(env)}, progress)
             except OSError:
                 process.kill()
-                _, said = process.communicate()
-                last = said.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+                last = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
                 raise JobError(f"no process could be started: {last}; see `weft doctor`, or set WEFT_FORK=0") from None
 
         try:
             yield start
         finally:
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stderr.close()
 
 
 @final

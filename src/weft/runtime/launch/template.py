@@ -6,7 +6,8 @@ the pipe of progress reports if the process has one, which keeps its number. The
 process becomes a child of the launcher, which is the subreaper of everything below it. From there on the launcher
 supervises it like a process that it has started itself.
 
-The template runs no operation, starts no thread and initializes no device. A forked process therefore gives the same
+The template runs no operation, starts no thread and initializes no device (OpenBLAS, which numpy loads, ends its own
+threads before a fork). A forked process therefore gives the same
 bits as a new one. WEFT_FORK=0 starts new processes instead.
 """
 
