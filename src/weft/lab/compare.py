@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from weft.errors import UserError
 from weft.lab import figures, trial
 from weft.lab import peers as others
+from weft.lab.child import MODULE
 from weft.lab.cluster import Cluster, Loopback, NoLabError
 from weft.lab.contender import Contender, Task
 from weft.lab.figures import Sample
@@ -31,6 +32,7 @@ from weft.lab.spec import CompareSpec, contenders, parse_slow, spelled
 from weft.lab.trial import Site
 from weft.profile import Profile
 from weft.runtime.launch.launcher import find_job
+from weft.runtime.launch.start import Start, can_fork, template
 from weft.runtime.launch.supervise import JobFailedError
 from weft.runtime.record import run_folder
 from weft.runtime.record.files import write_json
@@ -84,10 +86,10 @@ def conduct(spec: CompareSpec, watch: Callable[[Progress], None]) -> Comparison:
     progress = Progress(spec=spec)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
-        with _site(spec) as site:
+        with _site(spec) as site, _template(site) as start:
             progress.links, progress.threads = [link.row() for link in site.links], site.threads
             progress.emulated = isinstance(site, Cluster)
-            _runs(spec, progress, site, out, watch)
+            _runs(spec, progress, site, start, out, watch)
     except BaseException as error:
         progress.interrupted = isinstance(error, KeyboardInterrupt)
         if not progress.interrupted or not (progress.samples or progress.errors):
@@ -121,7 +123,19 @@ def _site(spec: CompareSpec) -> Iterator[Site]:
     yield Loopback(spec.all_hosts)
 
 
-def _runs(spec: CompareSpec, progress: Progress, site: Site, out: Path, watch: Callable[[Progress], None]) -> None:
+def _template(site: Site) -> AbstractContextManager[Start | None]:
+    """One template for all trials, where processes can be forked."""
+    return template(MODULE, site.threads) if can_fork() else nullcontext()
+
+
+def _runs(
+    spec: CompareSpec,
+    progress: Progress,
+    site: Site,
+    start: Start | None,
+    out: Path,
+    watch: Callable[[Progress], None],
+) -> None:
     """One host first, then rounds; computing alone is measured in every round, as one contender among others."""
 
     def once(contender: Contender, task: Task, seed: int, name: str, **more: Any) -> Sample:
@@ -131,7 +145,7 @@ def _runs(spec: CompareSpec, progress: Progress, site: Site, out: Path, watch: C
 
         progress.running, progress.event = contender.name, {}
         watch(progress)
-        return trial.run(task, site, contender, seed, out / name, on_event, **{"hosts": spec.hosts} | more)
+        return trial.run(task, site, contender, seed, out / name, on_event, start=start, **{"hosts": spec.hosts} | more)
 
     task = Task(job=spec.job, args=spec.args, steps=spec.steps, target_loss=spec.target_loss)
     profile_file = out / "profile.json"

@@ -24,6 +24,7 @@ from weft.lab.figures import Sample, Usage
 from weft.lab.instruments.straggler import Slow
 from weft.runtime.launch.launcher import launch
 from weft.runtime.launch.spec import Launch, Seat
+from weft.runtime.launch.start import Start
 from weft.runtime.record import run_folder
 from weft.store.checkpoint import Policy
 
@@ -76,8 +77,12 @@ def run(
     hosts: int,
     trace: bool = False,
     profile_to: Path | None = None,
+    start: Start | None = None,
 ) -> Sample:
-    """Run a contender once. Raises JobFailedError where it fails, JobError where its traffic went around the links."""
+    """Run a contender once; `start` is that of a template which several trials share.
+
+    Raises JobFailedError where it fails, JobError where its traffic went around the links.
+    """
     readings: list[_Reading] = []
 
     def on_progress(event: dict[str, Any]) -> None:
@@ -105,7 +110,7 @@ def run(
             module=MODULE,
         )
         first = _Reading.now(site)
-        launch(spec, lambda rank, line: output.append(f"[{rank}] {line}"), on_progress)
+        launch(spec, lambda rank, line: output.append(f"[{rank}] {line}"), on_progress, start)
         last = _Reading.now(site)
     with suppress(OSError):
         (out / "output.txt").write_text("\n".join(output) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from weft.errors import JobError, nearest
 from weft.runtime.launch.process_groups import TERMINATED
 from weft.runtime.launch.rendezvous import Rendezvous
 from weft.runtime.launch.spec import Launch
-from weft.runtime.launch.start import Start, can_fork, start_new, template
+from weft.runtime.launch.start import Start, at_start, can_fork, start_new, template
 from weft.runtime.launch.supervise import (
     Child,
     Terminated,
@@ -58,8 +58,16 @@ def _meant(name: str) -> str:
     return hint if "did you mean" in hint else ""
 
 
-def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Callable[[dict[str, Any]], None]) -> None:
-    """Run a job to its end. Raises JobFailedError with the traceback of the first process that failed."""
+def launch(
+    spec: Launch,
+    on_line: Callable[[int, str], None],
+    on_progress: Callable[[dict[str, Any]], None],
+    start: Start | None = None,
+) -> None:
+    """Run a job to its end. Raises JobFailedError with the traceback of the first process that failed.
+
+    `start` is a template's, for several launches in turn; without it, the launch has its own.
+    """
     job = find_job(spec.job)
     with (
         _scratch() as folder,
@@ -69,8 +77,8 @@ def launch(spec: Launch, on_line: Callable[[int, str], None], on_progress: Calla
     ):
         progress, progress_in = os.pipe()
         try:
-            with _starter(spec) as start:
-                for child in _start(spec, job, folder, meeting, progress_in, start):
+            with nullcontext(start) if start is not None else _starter(spec) as started_by:
+                for child in _start(spec, job, folder, meeting, progress_in, started_by):
                     children.append(child)
         finally:
             os.close(progress_in)
@@ -123,9 +131,7 @@ def _starter(spec: Launch) -> Iterator[Start]:
     if _here(spec) == 1 or not can_fork():
         yield start_new(spec.module)
         return
-    seat = spec.seats[0].env if spec.seats else {}
-    env = {**os.environ, **_common(spec), **seat, **LocalLauncher(pid=os.getpid()).to_env()}
-    with template(spec.module, env) as start:
+    with template(spec.module, _threads(spec)) as start:
         yield start
 
 
@@ -134,19 +140,16 @@ def _here(spec: Launch) -> int:
     return (spec.count + spec.servers) // spec.nodes - spec.external_ranks
 
 
-def _common(spec: Launch) -> dict[str, str]:
-    """Variables that Python and its libraries read when they start, equal in all processes."""
-    threads = str(max(1, (os.cpu_count() or 1) // _here(spec)))
-    return {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-    }
+def _threads(spec: Launch) -> str:
+    """The number of compute threads of each process: its share of the cores, unless it is set."""
+    share = str(max(1, (os.cpu_count() or 1) // _here(spec)))
+    return {"OMP_NUM_THREADS": share, **os.environ, **(spec.seats[0].env if spec.seats else {})}["OMP_NUM_THREADS"]
 
 
 def _start(
     spec: Launch, job: Path, folder: Path, meeting: dict[str, str], progress: int, start: Start
 ) -> Iterator[Child]:
-    here, common = _here(spec), _common(spec)
+    here = _here(spec)
     key_file = spec.key_file.absolute() if spec.key_file else None
     if spec.servers and key_file is None:
         key_file = Key.make(folder / "key").file
@@ -162,7 +165,7 @@ def _start(
             key_file=key_file,
         )
         env = inherited | meeting | _told(spec, job, rank) | local_place.to_env() | launcher.to_env()
-        env |= common
+        env |= at_start(_threads(spec))
         if spec.seats:
             env |= spec.seats[local].env
         process = start([str(job), *spec.args], env, progress if rank == 0 else None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, final
 
-from weft.environment import UserSettings
+from weft.environment import LocalLauncher, UserSettings
 from weft.errors import JobError
 from weft.runtime.launch.process_groups import Process
 from weft.runtime.launch.template import PID
@@ -43,21 +43,29 @@ def start_new(module: str) -> Start:
     return start
 
 
+def at_start(threads: int | str) -> dict[str, str]:
+    """Variables that Python and its libraries read when they start."""
+    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+
+
 def can_fork() -> bool:
     """Whether processes can be forked here, and the user does not want new ones (`UserSettings.fork`)."""
     return sys.platform == "linux" and UserSettings.from_env().fork != "0"
 
 
 @contextmanager
-def template(module: str, env: Mapping[str, str]) -> Iterator[Start]:
-    """Processes that are forked from one which has imported torch and `module`, and run the module."""
+def template(module: str, threads: int | str) -> Iterator[Start]:
+    """Processes that are forked from one which has imported torch and `module`, and run the module.
+
+    Libraries read the number of threads when they are loaded, so that all processes of a template have the same.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "weft.runtime.launch.template", str(theirs.fileno()), module]
     with _subreaper(), ours:
         with theirs:
             process = subprocess.Popen(
                 command,
-                env=dict(env),
+                env={**os.environ, **at_start(threads), **LocalLauncher(pid=os.getpid()).to_env()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -65,14 +73,15 @@ def template(module: str, env: Mapping[str, str]) -> Iterator[Start]:
                 pass_fds=[theirs.fileno()],
             )
         ours.settimeout(_START_S)
-        assert process.stderr is not None
+        errors = process.stderr
+        assert errors is not None
 
         def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
             try:
                 return Forked(ours, {"argv": [module, *args], "env": dict(env)}, progress)
             except OSError:
                 process.kill()
-                last = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+                last = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
                 raise JobError(f"no process could be started: {last}; see `weft doctor`, or set WEFT_FORK=0") from None
 
         try:
@@ -80,7 +89,7 @@ def template(module: str, env: Mapping[str, str]) -> Iterator[Start]:
         finally:
             process.kill()
             process.wait()
-            process.stderr.close()
+            errors.close()
 
 
 @final
