@@ -126,7 +126,7 @@ def test_a_lost_worker_may_come_back_from_another_machine(machines: Cluster, tmp
 
 def _is_worker(process: Path, rank: int, cwd: Path) -> bool:
     try:
-        return f"\0RANK={rank}\0".encode() in (process / "environ").read_bytes() and (process / "cwd").resolve() == cwd
+        return (process / "comm").read_text() == f"weft-worker-{rank}\n" and (process / "cwd").resolve() == cwd
     except OSError:
         return False
 

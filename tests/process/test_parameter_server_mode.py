@@ -175,7 +175,7 @@ def test_a_killed_process_ends_the_run_with_one_message(scratch: Path, who: str,
     _under_way(scratch / "out", 2)
     while not list((scratch / "out/checkpoints").glob("step-*")):
         time.sleep(0.1)
-    victim = next(pid for pid, server in children(run.pid) if server == (who == "server"))
+    victim = children(run.pid)[f"weft-{who}-0"]
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     said, _ = run.communicate(timeout=60)
@@ -193,7 +193,7 @@ def test_a_worker_killed_where_nobody_waits_is_named_and_the_others_go_on(scratc
     line = [*WEFT, "train", "job.py", "-n", "3", "--strategy", "ssp(slack=3) / parameter_server", "--out", "out"]
     run = subprocess.Popen(line, cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     _under_way(scratch / "out", 3)
-    victim = next(pid for pid, _ in children(run.pid) if b"\0RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    victim = children(run.pid)["weft-worker-2"]
     os.kill(victim, signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
@@ -213,13 +213,13 @@ def _under_way(out: Path, workers: int) -> None:
     raise AssertionError("the run does not get under way")
 
 
-def children(parent: int) -> list[tuple[int, bool]]:
-    """A launcher's processes, and whether each is a server."""
-    found = []
+def children(parent: int) -> dict[str, int]:
+    """A launcher's processes by their names."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
-                found.append((int(folder.name), b"WEFT_SERVER=" in (folder / "environ").read_bytes()))
+                found[(folder / "comm").read_text().strip()] = int(folder.name)
         except (OSError, ValueError):
             continue
     return found

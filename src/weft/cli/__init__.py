@@ -52,7 +52,8 @@ def weft(
 
 def main() -> None:
     """Entry point. Bad input prints one sentence and exits with status 2, without a traceback."""
-    for name in COMMANDS:
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name in [chosen] if chosen in COMMANDS else COMMANDS:
         importlib.import_module(f"weft.cli.{name}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -11,14 +11,16 @@ import time
 import traceback
 from pathlib import Path
 
-from weft.environment import LocalLauncher
+from weft.environment import LocalLauncher, ProcessPlace
 from weft.errors import JobError, UserError
-from weft.runtime.launch.process_groups import TERMINATED, die_with_launcher, end_group_with_parent
+from weft.runtime.launch.process_groups import TERMINATED, die_with_launcher, end_group_with_parent, name_process
 
 
 def main() -> None:
     die_with_launcher()
     end_group_with_parent()
+    place = ProcessPlace.from_env()
+    name_process(f"weft-worker-{place.rank}" if place.server is None else f"weft-server-{place.server}")
     from weft.runtime import run  # imports torch, which takes seconds
 
     _show_log()

@@ -46,6 +46,12 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
+def name_process(name: str) -> None:
+    """The name of this process in `ps` and `top` (Linux; the first 15 characters)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
 def end_group_with_parent() -> None:
     """End the rest of this process group with the parent too: children do not inherit the death signal.
 
@@ -70,7 +76,7 @@ def end_group_with_parent() -> None:
 def _watch(parent: int) -> None:
     """Wait for the end of a process, then end this process group."""
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"weft-watch")
+        name_process("weft-watch")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.closerange(0, parent)
