@@ -60,8 +60,12 @@ SET: dict[type[Variables], Variables] = {
         server_addresses=Path("b"),
         key_file=Path("key"),
     ),
-    LabOptions: LabOptions(slow="4x@10%", sleep=Path("p.json"), profile=Path("q.json"), peer="ddp", marks=(5, 30)),
-    UserSettings: UserSettings(strategy="asp / ring", path="mine:yours", kernels="plain", sanitize=True, force=True),
+    LabOptions: LabOptions(
+        host="lab 0 -", slow="4x@10%", sleep=Path("p.json"), profile=Path("q.json"), peer="ddp", marks=(5, 30)
+    ),
+    UserSettings: UserSettings(
+        strategy="asp / ring", path="mine:yours", kernels="plain", fork="0", sanitize=True, force=True
+    ),
     Timeouts: Timeouts(timeout_s=0.25, peer_timeout_s=1e-3),
 }
 """A value of each group, in which every variable is set."""
