@@ -49,7 +49,7 @@ def at_start(threads: int | str) -> dict[str, str]:
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked here, and the user does not want new ones (`UserSettings.fork`)."""
+    """Whether processes are forked: on Linux, unless `UserSettings.fork` is 0."""
     return sys.platform == "linux" and UserSettings.from_env().fork != "0"
 
 
