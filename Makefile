@@ -6,6 +6,8 @@ STAMP := .venv/.installed
 
 .PHONY: run test quick install soak gpu lint clean chromium
 
+test quick soak: export CUDA_VISIBLE_DEVICES =  # these suites are of the CPU, on a machine with a GPU as well
+
 # four emulated hosts at 1 Gbit/s, or plain processes where the system allows no network namespaces
 run: $(STAMP)
 	$(BIN)/weft compare wide "bsp / ring / sequential" "bsp / ring" "bsp / ring / cast" --peers ddp \

@@ -30,7 +30,7 @@ _TOUCHES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 def killed(act: Callable[[], Any], number: int) -> bool:
-    """Do it in another process, which is killed before its so manieth touch of a file; whether it was."""
+    """Run `act` in a process that is killed before it touches a file for the `number`-th time; whether it was killed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of this process: what is done needs none of them
         child = os.fork()
@@ -132,10 +132,11 @@ class History:
         self.start(self.dice.choice(folders) if folders else None)
 
     def damage(self) -> None:
-        folder = self.dice.choice(checkpoint.found_in(self.root) or [None])
-        if folder is not None:
-            self.damaged.add(self.tags[checkpoint.step_of(folder)])
-            file = self.dice.choice(sorted(folder.iterdir()))
+        """A file of one checkpoint is cut or removed; a checkpoint may be hit again, until nothing of it is left."""
+        files = [file for folder in checkpoint.found_in(self.root) for file in sorted(folder.iterdir())]
+        if files:
+            file = self.dice.choice(files)
+            self.damaged.add(self.tags[checkpoint.step_of(file.parent)])
             os.truncate(file, file.stat().st_size - 1) if self.dice.random() < 0.5 else file.unlink()
 
     def is_whole(self, folder: Path) -> bool:

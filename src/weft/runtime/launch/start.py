@@ -18,6 +18,7 @@ from weft.runtime.launch.process_groups import Process
 from weft.runtime.launch.template import PID
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _START_S = 120.0
 """How long a template may take to import its modules and to fork a process."""
 
@@ -103,19 +104,15 @@ class Forked:
         self.stdout: IO[bytes] | None = os.fdopen(out, "rb", buffering=0)
         self.stderr: IO[bytes] | None = os.fdopen(err, "rb", buffering=0)
         passed = [] if progress is None else [progress]
-        with open(os.memfd_create("weft-request"), "w+", encoding="utf-8") as file:
-            json.dump({**request, "passed": passed}, file)
-            file.flush()
-            file.seek(0)
-            try:
-                socket.send_fds(template, [b"+"], [file.fileno(), out_end, err_end, *passed])
-                answer = template.recv(PID.size)
-            finally:
-                os.close(out_end)
-                os.close(err_end)
-        if len(answer) < PID.size:
-            raise ConnectionResetError
-        (self.pid,) = PID.unpack(answer)
+        try:
+            self.pid = _fork(template, {**request, "passed": passed}, [out_end, err_end, *passed])
+        except BaseException:
+            self.stdout.close()
+            self.stderr.close()
+            raise
+        finally:
+            os.close(out_end)
+            os.close(err_end)
 
     def poll(self) -> int | None:
         """The exit status, or minus the number of the signal that has ended the process; None while it runs."""
@@ -137,16 +134,29 @@ class Forked:
         return self.returncode
 
 
+def _fork(template: socket.socket, request: Mapping[str, object], fds: list[int]) -> int:
+    """Ask the template for a process with these files; return its id."""
+    with open(os.memfd_create("weft-request"), "w+", encoding="utf-8") as file:
+        json.dump(request, file)
+        file.flush()
+        file.seek(0)
+        socket.send_fds(template, [b"+"], [file.fileno(), *fds])
+        answer = template.recv(PID.size)
+    if len(answer) < PID.size:
+        raise ConnectionResetError
+    (pid,) = PID.unpack(answer)
+    return int(pid)
+
+
 @contextmanager
 def _subreaper() -> Iterator[None]:
     """Processes below this one become its children when their parents end."""
-    _set_subreaper(True)
+    libc, before = ctypes.CDLL(None), ctypes.c_int(0)
+    with suppress(OSError):
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        _set_subreaper(False)
-
-
-def _set_subreaper(on: bool) -> None:
-    with suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+        with suppress(OSError):
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
