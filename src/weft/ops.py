@@ -57,14 +57,14 @@ class All(Collective):
 
 @dataclass(frozen=True)
 class Scatter(Collective):
-    """One payload for each worker (all-to-all). Result: what each worker had for me, in the order of ranks."""
+    """One payload for each worker (all-to-all). Result: the payloads of all workers for this one, by rank."""
 
     parts: Sequence[Payload]
 
 
 @dataclass(frozen=True)
 class Send(Op):
-    """Hand a payload to `to` and go on. Result: None."""
+    """Send a payload to `to` without waiting. Result: None."""
 
     to: int
     payload: Payload
@@ -88,22 +88,22 @@ class Ask(Op):
 
 @dataclass(frozen=True)
 class Push(Ask):
-    """Hand over a contribution; the reply says that it has arrived."""
+    """Send a contribution; the reply confirms its arrival."""
 
 
 @dataclass(frozen=True)
 class Pull(Ask):
-    """Fetch what the other side holds."""
+    """Fetch the other side's values."""
 
 
 @dataclass(frozen=True)
 class Swap(Ask):
-    """Give mine, get theirs, at one moment of the other side's time."""
+    """Exchange values with the other side, atomically there."""
 
 
 @dataclass(frozen=True)
 class Issue(Op):
-    """Send a request and go on. Result: None; `Await` takes the reply."""
+    """Send a request without waiting. Result: None; `Await` takes the reply."""
 
     request: Ask
 
@@ -134,7 +134,7 @@ Flow = Generator[Op, Any, T]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where workers stand: how many, and what a message between two of them costs (a + n/b)."""
+    """The number of workers, and the cost of a message between two of them (a + n/b)."""
 
     workers: int
     latency_s: float = 0.0
@@ -143,16 +143,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Round:
-    """One collective as sizes: which intent, and how many bytes one worker's payload has."""
+    """One collective as sizes: the intent, and the bytes of one worker's payload."""
 
     op: type[Collective]
     nbytes: int
     bound: int | None = None
-    """Where the size depends on values: `nbytes` is what is likely, this the most there can be."""
+    """The maximum, if the size depends on values; `nbytes` is then the expected size."""
 
 
 SMALL_BYTES = 64 * 2**10
-"""A payload below this size is not worth a message of its own."""
+"""Smaller payloads share a message."""
 
 
 def nbytes(payload: Payload) -> int:

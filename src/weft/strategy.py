@@ -157,7 +157,7 @@ class Strategy:
 
     @property
     def survives_worker_loss(self) -> bool:
-        """Whether the other workers go on when one is lost."""
+        """Whether the other workers continue when one is lost."""
         return self.has_servers and not self.server_topology.worker_groups(1) and not self.synchrony.lockstep
 
     def check(self) -> Strategy:
@@ -183,7 +183,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
         yield Conflict(
             str(synchrony),
             str(topology),
-            why=f"{topology.name} waits for every worker, and under {synchrony.name} nobody waits",
+            why=f"{topology.name} needs every worker in every step, and {synchrony.name} does not wait for all of them",
             instead=f"'bsp / {topology}', or '{synchrony} / parameter_server'",
         )
     if strategy.shares_memory:
@@ -195,14 +195,14 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             yield Conflict(
                 str(outer),
                 str(inner),
-                why=f"{outer.name} around {inner.name} keeps the same account twice",
+                why=f"{outer.name} around {inner.name} keeps the same residual twice",
                 instead=f"'{inner}'",
             )
         if inner.claims:
             yield Conflict(
                 str(outer),
                 str(inner),
-                why=f"{inner.name} takes the {inner.claims[0]} over for all parameters, and {outer.name} hands it some",
+                why=f"{inner.name} takes over the {inner.claims[0]} of all parameters, and {outer.name} passes it a part",
                 instead=f"'{inner}' alone",
             )
         if outer.tracks_residual and inner.lossless:
@@ -222,94 +222,94 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
 
 
 def _accruing(strategy: Strategy) -> Iterator[Conflict]:
-    """Who goes on with a copy needs servers that have the model, and says only now and then how far it is."""
+    """Conflicts of local steps, which need servers and report no progress between two exchanges."""
     optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
     served = topology if strategy.has_servers else "parameter_server"
     if served is not topology:
         yield Conflict(
             str(optimization),
             str(topology),
-            why=f"under {optimization.name} servers have the model, and {topology.name} has none",
+            why=f"{optimization.name} exchanges with servers that keep the model, and {topology.name} has none",
             instead=f"'{optimization} / asp / {served}'",
         )
     if synchrony.waits:
         yield Conflict(
             str(optimization),
             str(synchrony),
-            why=f"{synchrony.name} lets a worker go on by the steps of others, who push and fetch only now and then",
+            why=f"{synchrony.name} compares the steps of all workers, which report none between two exchanges",
             instead=f"'{optimization} / asp / {served}'",
         )
     elif synchrony.looks_back and optimization.period > 1:
         yield Conflict(
             str(optimization),
             str(synchrony),
-            why=f"{synchrony.name} moves a gradient that was taken at the model last read, and these are not",
+            why=f"{synchrony.name} corrects gradients of the model last read, not sums over several local steps",
             instead=f"'{optimization.name} / {synchrony} / {served}', or '{optimization} / asp / {served}'",
         )
 
 
 def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:
-    """Where everyone writes into one model, there is nobody to wait for, and nothing to compress or to order."""
+    """Conflicts of shared memory, where nothing is exchanged, waited for, compressed or ordered."""
     for answer, instead in ((strategy.synchrony, "asp"), (strategy.compression, "dense"), (strategy.schedule, "fused")):
         if str(answer) != instead:
             yield Conflict(
                 str(answer),
                 str(strategy.topology),
-                why="workers write into one model without exchanging anything",
+                why="workers write into one model and exchange nothing",
                 instead="'asp / shared_memory'",
             )
 
 
 def _with_servers(strategy: Strategy) -> Iterator[Conflict]:
-    """What servers cannot do, or cannot do yet."""
+    """Conflicts of parameter servers."""
     topology, compression, schedule = strategy.server_topology, strategy.compression, strategy.schedule
     if not schedule.by_key:
         yield Conflict(
             str(schedule),
             str(topology),
-            why=f"{schedule.name} merges by what sums take, and with servers each parameter comes and goes by itself",
+            why=f"{schedule.name} merges buckets by all-reduce times, and servers exchange each parameter by itself",
             instead=f"'{strategy.synchrony} / {topology} / priority'",
         )
     if topology.worker_groups(1):
-        yield from _with_proxies(strategy)
+        yield from _with_aggregators(strategy)
     if compression.claims:
         yield Conflict(
             str(compression),
             str(topology),
-            why=f"{compression.name} takes the {compression.claims[0]} over from an optimizer that the servers step",
+            why=f"{compression.name} takes over the {compression.claims[0]} of the optimizer, which the servers step",
             instead="error_feedback(topk)",
         )
     if any(layer.factors for layer in wrapped(compression)):
         yield Conflict(
             str(compression),
             str(topology),
-            why="servers hear one gradient at a time, and its factors are not built for that yet",
+            why=f"{compression.name} sends factors of gradients, which servers do not decode yet",
             instead="dense",
         )
 
 
-def _with_proxies(strategy: Strategy) -> Iterator[Conflict]:
-    """A proxy adds up what a group pushes in a step, and hands out what comes of it: nothing else."""
+def _with_aggregators(strategy: Strategy) -> Iterator[Conflict]:
+    """Conflicts of aggregators, which sum the pushes of a group in each step and distribute the reply."""
     topology, synchrony, compression = strategy.topology, strategy.synchrony, strategy.compression
     if not compression.raw:
         yield Conflict(
             str(compression),
             str(topology),
-            why="a proxy sends sums on, which compressors do not open yet",
+            why="an aggregator forwards sums of pushes, which compressors do not decode yet",
             instead=f"'{synchrony} / {topology}', or parameter_server with {compression}",
         )
     if synchrony.eager:
         yield Conflict(
             str(synchrony),
             str(topology),
-            why="a group's workers take each step together, and wait for what comes of it",
+            why="the workers of a group take each step together and wait for its reply",
             instead=f"'ssp / {topology}', or '{synchrony} / parameter_server'",
         )
     if strategy.has_local_steps:
         yield Conflict(
             str(strategy.optimization),
             str(topology),
-            why="a group's workers take each step together, and have no copies of their own",
+            why="the workers of a group take each step together, without local steps",
             instead=f"'{synchrony} / {topology}', or '{strategy.optimization} / {synchrony} / parameter_server'",
         )
 

@@ -148,6 +148,108 @@ class Pairs(Schedule):
         observed("timetable")
         return wave([list(specs[at : at + 2]) for at in range(0, len(specs), 2)], rounds)
 """,
+    "synchrony/sent_ahead.py": """
+from weft.synchrony import Synchrony
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SentAhead(Synchrony):
+    \"\"\"Servers send new versions by themselves; a worker may be two steps ahead.\"\"\"
+
+    lockstep: ClassVar[bool] = False
+
+    @property
+    def eager(self):
+        return True
+
+    def may_start(self, me, view):
+        if "WEFT_SERVER" not in os.environ:
+            observed("may_start-in-worker")  # a prefetching worker asks by itself
+        return view.clocks[me] - view.slowest <= 2
+
+    def quorum(self, view):
+        return 1
+
+    def correct(self, grad, now, read, staleness):
+        return grad
+""",
+    "schedule/last_first.py": """
+from weft.schedule import Schedule, Slot, Timetable
+from weft.schedule._wave import of_one_dtype
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LastFirst(Schedule):
+    \"\"\"One bucket for each parameter, front layers first; the next forward does not wait.\"\"\"
+
+    defers: ClassVar[bool] = True
+
+    def timetable(self, specs, rounds, seen=None):
+        observed("timetable-deferred")
+        buckets = tuple((spec,) for spec in specs)
+        order = reversed(range(len(buckets)))
+        slots = [Slot(at, turn) for at in order for turn in range(len(rounds(buckets[at])))]
+        return Timetable(buckets, tuple(slots))
+""",
+    "compression/heavy_ball.py": """
+from weft.compression import Compressor
+from weft.ops import Round, Sum
+import torch
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeavyBall(Compressor):
+    \"\"\"Sums the workers' momenta instead of their gradients.\"\"\"
+
+    claims: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    @property
+    def approximates(self):
+        return False
+
+    def exchange(self, bucket, state, ctx):
+        for piece in bucket.pieces:
+            memory = state.setdefault(piece.spec.name, {})
+            velocity = memory.setdefault("velocity", torch.zeros_like(piece.grad))
+            velocity.mul_(ctx.momentum).add_(piece.grad)
+        observed(f"momentum-{ctx.momentum}")
+        total = yield Sum(torch.cat([state[piece.spec.name]["velocity"] for piece in bucket.pieces]))
+        for piece, mean in zip(bucket.pieces, total.split([p.mean.numel() for p in bucket.pieces])):
+            piece.mean.copy_(mean)
+        return state
+
+    def rounds(self, specs, workers):
+        return (Round(Sum, sum(spec.nbytes for spec in specs)),)
+""",
+    "compression/from_factors.py": """
+from weft.compression import Compressor
+from weft.ops import Round, Sum
+import torch
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FromFactors(Compressor):
+    \"\"\"The gradients of linear layers, multiplied out from their factors.\"\"\"
+
+    factors: ClassVar[bool] = True
+
+    def exchange(self, bucket, state, ctx):
+        grads = []
+        for piece in bucket.pieces:
+            if piece.factors is None:
+                grads.append(piece.grad)
+                continue
+            left, right = piece.factors
+            observed("factors")
+            grads.append((left.T @ right).reshape(-1))
+        total = yield Sum(torch.cat(grads))
+        for piece, mean in zip(bucket.pieces, total.split([p.mean.numel() for p in bucket.pieces])):
+            piece.mean.copy_(mean)
+        return state
+
+    def rounds(self, specs, workers):
+        return (Round(Sum, sum(spec.nbytes for spec in specs)),)
+""",
     "partition/halves.py": """
 from weft.partition import Partition
 
@@ -162,7 +264,7 @@ import torch, weft
 run = weft.init(steps=6)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 model, optimizer = run.distribute(model, optimizer)
 data = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 for x in run.shard(torch.utils.data.DataLoader(data, batch_size=4), epochs=None):
@@ -217,6 +319,10 @@ def test_an_answer_of_ones_own_is_one_file(file: str, name: str, code: str, comm
         ("uneven / parameter_server", {"may_start-0", "may_start-1"}),
         ("halfway / asp / parameter_server", {"local_update", "due", "merge-worker"}),
         ("bsp / direct / pairs", {"timetable"}),
+        ("sent_ahead / parameter_server", {"may_start-in-worker"}),
+        ("bsp / direct / last_first", {"timetable-deferred"}),
+        ("bsp / direct / heavy_ball", {"momentum-0.5"}),
+        ("bsp / direct / from_factors", {"factors"}),
     ],
 )
 def test_an_answer_in_one_file_trains(
@@ -227,6 +333,16 @@ def test_an_answer_in_one_file_trains(
     summary = json.loads(done.stdout)
     assert summary["strategy"] == strategy and summary["steps"] == 6
     assert {file.name for file in (scratch / "observed").iterdir()} >= calls
+
+
+def test_momentum_of_ones_own_and_products_of_factors_train_as_dense_gradients_do(
+    mine: dict[str, str], scratch: Path, weft: Command
+) -> None:
+    losses = []
+    for strategy in ("bsp / direct", "bsp / direct / heavy_ball", "bsp / direct / from_factors"):
+        done = weft("train", "job.py", "-n", 2, "--strategy", strategy, "--json", "-", cwd=scratch, **mine)
+        losses.append(json.loads(done.stdout)["final_loss"])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
 def test_a_lossless_compressor_of_ones_own_changes_no_bit(mine: dict[str, str], scratch: Path, weft: Command) -> None:

@@ -50,7 +50,7 @@ def test_no_step_is_too_few(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why", "remedy"),
     [
-        ("downpour", "servers have the model, and direct has none", "downpour / asp / parameter_server"),
+        ("downpour", "servers that keep the model, and direct has none", "downpour / asp / parameter_server"),
         ("downpour(push=2) / asp / ring", "ring has none", "downpour(push=2) / asp / parameter_server"),
         ("downpour / asp / shared_memory", "shared_memory has none", "downpour / asp / parameter_server"),
         ("downpour / bsp / colocated", "bsp lets a worker go on by the steps", "downpour / asp / colocated"),

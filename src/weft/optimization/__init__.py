@@ -1,7 +1,7 @@
 """WHOSE optimizer steps, and what is merged?
 
-`Optimization` alone is one logical optimizer, stepped with mean gradients. `LocalSteps` are workers that step copies of
-the model by themselves and exchange something with the servers now and then.
+`Optimization` alone is one logical optimizer, stepped with mean gradients. Under `LocalSteps` workers step copies of the
+model and exchange gradients or models with servers periodically.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.axis import Answer
 
 State = dict[str, Tensor]
-"""What a merge remembers about one parameter."""
+"""The state of one parameter's merges."""
 Side = Literal["worker"]
 """The side on which a model is merged."""
 
@@ -30,7 +30,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization(Answer, ABC):
-    """How often gradients and models travel."""
+    """The frequency of exchanges."""
 
     axis: ClassVar[str] = "optimization"
 
@@ -52,7 +52,7 @@ class Optimization(Answer, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Optimization, ABC):
-    """A worker steps a copy of the model with its own gradients, whose sum it pushes now and then."""
+    """A worker steps a copy of the model with its own gradients, and pushes their sum periodically."""
 
     @abstractmethod
     def local_update(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class LocalSteps(Optimization, ABC):
 
     @abstractmethod
     def merge(self, side: Side, mine: Tensor, theirs: Tensor, state: State) -> tuple[Tensor, State]:
-        """The copy's parameter once the servers' has arrived, and what is remembered until the next time.
+        """The copy's new parameter after the servers' has arrived, and the state for the next merge.
 
         `mine` and `theirs` are read-only; the result may be one of them.
         """

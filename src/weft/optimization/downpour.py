@@ -13,19 +13,19 @@ from weft.optimization import Exchange, LocalSteps, Side, State
 @final
 @dataclass(frozen=True, kw_only=True)
 class Downpour(LocalSteps):
-    """The servers' optimizer steps with sums of gradients, of workers that go on with copies [Dean et al. 2012].
+    """The servers' optimizer steps with sums of gradients, of workers that step copies of it [Dean et al. 2012].
 
-    In each step a worker adds its own gradient to what it has accrued, and moves its copy by the learning rate times
-    the gradient, whatever the optimizer is. Every `push` steps the sum goes to the servers, and nobody waits for it;
-    every `fetch` steps the servers' model takes the copy's place. With 1 and 1, as in the paper's experiments, that is
-    what `gradient` does. A gradient's staleness counts from the model that was fetched last, the worker's own pushes
-    since then included. Whatever the schedule, nothing leaves during backward: the sum is whole after it.
+    In each step a worker accumulates its own gradient, and updates its copy by the learning rate times the gradient,
+    whatever the optimizer is. Every `push` steps the sum is sent to the servers, without waiting; every `fetch` steps
+    the servers' model replaces the copy. With 1 and 1, as in the paper's experiments, the result is that of `gradient`.
+    The staleness of a gradient counts from the model that was fetched last, and includes the worker's own pushes since
+    then. Under every schedule the sum leaves after backward, when it is complete.
     """
 
     push: int = 1
-    """n_push: steps whose gradients go to the servers as one sum."""
+    """n_push: steps between two pushes of the accumulated gradients."""
     fetch: int = 1
-    """n_fetch: steps that a worker takes with its copy before it has the servers' model again."""
+    """n_fetch: steps between two fetches of the servers' model."""
 
     def __post_init__(self) -> None:
         for name, steps in (("push", self.push), ("fetch", self.fetch)):

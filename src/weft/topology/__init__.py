@@ -68,11 +68,11 @@ class ServerTopology(Topology, ABC):
     def server_hosts(self, workers: int) -> tuple[int, ...]:
         """The host of each server. Hosts 0 to workers - 1 are the workers' own, later ones belong to servers.
 
-        Servers that keep a share of the model come first, proxies last.
+        Servers that keep a share of the model come first, aggregators last.
         """
 
     def worker_groups(self, workers: int) -> tuple[range, ...]:
-        """Groups of workers that have a proxy in common and take each step together; (): workers push to servers."""
+        """Groups of workers that share an aggregator and take each step together; (): workers push to servers."""
         return ()
 
     def num_shards(self, workers: int) -> int:

@@ -14,7 +14,7 @@ def bounds(numel: int, parts: int) -> list[tuple[int, int]]:
 
 
 def pairwise(op: Scatter, me: int, place: Place) -> Flow[list[Payload]]:
-    """All-to-all by plain messages, each worker starting with its right neighbour so that nobody is flooded."""
+    """All-to-all by plain messages; each worker starts with its right neighbour, so that receivers take turns."""
     n = place.workers
     for k in range(1, n):
         yield Send((me + k) % n, op.parts[(me + k) % n])

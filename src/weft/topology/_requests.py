@@ -11,9 +11,9 @@ from weft.topology._parts import bounds
 
 
 def push_and_pull(payload: Tensor, servers: Sequence[int], me: int, askers: int) -> Flow[Tensor]:
-    """Push a share to each of `servers` and pull what it becomes, without waiting in between.
+    """Push a share to each of `servers` and pull its new values, without waiting in between.
 
-    Asker `me` of `askers` starts with a server of its own where there are enough, so that no server's port is flooded.
+    Asker `me` of `askers` starts with a server of its own if there are enough, so that load is even.
     """
     k, flat = len(servers), payload.reshape(-1)
     cuts = bounds(flat.numel(), k)

@@ -36,13 +36,13 @@ class Range:
 
 
 Bundle = tuple[Range, ...]
-"""What is pushed, updated and pulled as one."""
+"""The unit of pushes, updates and pulls."""
 
 
 def shards(specs: Sequence[Spec], servers: int, *, whole: bool = False) -> list[list[Range]]:
-    """For each server its ranges, in the order of the parameters; small parameters go to who has least by then.
+    """For each server its ranges, in the order of the parameters; a small parameter goes to the server with the fewest bytes.
 
-    `whole`: no parameter is cut, for optimizers and compressors that look at all of one; the largest are dealt first.
+    `whole`: no parameter is cut, for optimizers and compressors that need whole ones; the largest are assigned first.
     """
     found: list[list[Range]] = [[] for _ in range(servers)]
     loads = [0] * servers

@@ -23,7 +23,7 @@ class Colocated(ServerTopology):
     exact: ClassVar[bool] = True
 
     encrypted: bool = False
-    """Encrypt on a trusted network too; on others, messages always are, and within a machine never."""
+    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
 
     @property
     def encrypts(self) -> bool:

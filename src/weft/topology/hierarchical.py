@@ -14,22 +14,22 @@ from weft.topology._requests import push_and_pull, round_trip_seconds
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(ServerTopology):
-    """Workers in groups, each with a proxy that sums up what they push before it goes on to the servers.
+    """Workers in groups, each with an aggregator that sums their pushes and forwards the sum to the servers.
 
-    A group's workers take each step together, and the synchrony holds between groups: with asp they are SINGA's worker
-    groups [Ooi et al. 2015], with bsp MXNet's two levels [Chen et al. 2015]. The servers' links carry g S where those
-    of n workers would carry n S. A proxy sits beside the first worker of its group, whose link carries the group's m S.
-    Where m is a power of two, sums have the bits of `direct`.
+    The workers of a group take each step together, and the synchrony holds between groups: with asp they are SINGA's
+    worker groups [Ooi et al. 2015], with bsp MXNet's two levels [Chen et al. 2015]. The servers' links carry g S
+    instead of n S. An aggregator shares the host of the first worker of its group, whose link carries the group's m S.
+    If m is a power of two, sums have the bits of `direct`.
     """
 
     exact: ClassVar[bool] = False
 
     groups: int = 2
-    """g: how many, at most one for each worker; they have neighbouring workers, and as many as can be."""
+    """g: the number of groups of adjacent workers; at most one for each worker."""
     servers: int = 1
-    """k: how many servers the proxies push to, on hosts of their own."""
+    """k: the number of servers, on hosts of their own."""
     encrypted: bool = False
-    """Encrypt on a trusted network too; on others, messages always are, and within a machine never."""
+    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
 
     def __post_init__(self) -> None:
         for name, value in (("groups", self.groups), ("servers", self.servers)):
@@ -48,23 +48,23 @@ class Hierarchical(ServerTopology):
 
     def lower(self, op: Sum, me: int, place: Place) -> Flow[Tensor]:
         groups = self.worker_groups(place.workers)
-        proxy = place.workers + self.servers + next(at for at, group in enumerate(groups) if me in group)
-        return (yield from push_and_pull(op.payload, [proxy], 0, 1))
+        aggregator = place.workers + self.servers + next(at for at, group in enumerate(groups) if me in group)
+        return (yield from push_and_pull(op.payload, [aggregator], 0, 1))
 
     def seconds(self, nbytes: int, place: Place) -> float:
-        """To the proxy, on to the servers, and the same way back: 2 (a + (m-1) S/b) + 2 (a + max(1, g/k) S/b)."""
+        """To the aggregator, to the servers, and back: 2 (a + (m-1) S/b) + 2 (a + max(1, g/k) S/b)."""
         groups = self.worker_groups(place.workers)
         others = len(groups[0]) - 1
         near = place.latency_s * (others > 0) + others * nbytes / place.bytes_per_s
         return 2 * near + round_trip_seconds(nbytes, place, len(groups), self.servers)
 
     def wire_bytes(self, nbytes: int, workers: int) -> float:
-        """The first worker of a group reaches its proxy within the host: groups of one send nothing themselves."""
+        """The first worker of a group reaches its aggregator within the host: groups of one send nothing themselves."""
         return float(nbytes) if len(self.worker_groups(workers)[0]) > 1 else 0.0
 
     def link_bytes(self, push_bytes: float, pull_bytes: float, workers: int) -> float:
-        """The link of a proxy's host, or that of a server's."""
+        """The link of an aggregator's host, or that of a server's."""
         groups = self.worker_groups(workers)
         others, share = len(groups[0]) - 1, len(groups) / self.servers
-        proxy = max(push_bytes + others * pull_bytes, others * push_bytes + pull_bytes)
-        return max(proxy, share * push_bytes, share * pull_bytes)
+        aggregator = max(push_bytes + others * pull_bytes, others * push_bytes + pull_bytes)
+        return max(aggregator, share * push_bytes, share * pull_bytes)

@@ -24,7 +24,7 @@ class ParameterServer(ServerTopology):
     servers: int = 1
     """k: how many, on hosts of their own; 0: one for each worker."""
     encrypted: bool = False
-    """Encrypt on a trusted network too; on others, messages always are, and within a machine never."""
+    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
 
     def __post_init__(self) -> None:
         if self.servers < 0:

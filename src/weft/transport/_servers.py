@@ -34,8 +34,8 @@ def server_flows(topology: Topology, workers: int, make: MakeRounds = sum_rounds
         return []
     groups = topology.worker_groups(workers)
     shards = range(workers, workers + topology.num_shards(workers))
-    proxies = range(shards.stop, shards.stop + len(groups))
-    askers = proxies or range(workers)
+    aggregators = range(shards.stop, shards.stop + len(groups))
+    askers = aggregators or range(workers)
     kept = [_keep(make(len(askers)), askers) for _ in shards]
     return kept + [_forward(group, at, len(groups), shards) for at, group in enumerate(groups)]
 
@@ -67,7 +67,7 @@ def _keep(rounds: Rounds, askers: Sequence[int]) -> Flow[None]:
 
 
 def _forward(group: range, me: int, groups: int, shards: Sequence[int]) -> Flow[None]:
-    """The proxy of a group: the sum of its workers' pushes goes to the servers, and their reply to each worker."""
+    """The aggregator of a group: the sum of its workers' pushes goes to the servers, and their reply to each worker."""
     pushed: dict[int, Contribution] = {}
     pulls: list[int] = []
     while (request := (yield Serve())) is not None:

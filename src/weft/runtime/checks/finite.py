@@ -66,7 +66,7 @@ class LocalFiniteCheck:
                 raise refusal(f"The gradient of {self.names[found]} is NaN or infinite", step)
 
     def look_back(self, step: int) -> None:
-        """Read what a GPU found in the step before."""
+        """Read a GPU's findings of the previous step."""
         before, self._deferred = self._deferred, DeferredFiniteCheck(step)
         zeroed, _ = before.read()
         if zeroed is not None:

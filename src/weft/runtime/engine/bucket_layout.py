@@ -38,7 +38,7 @@ class BucketLayout:
         """Whether the order comes from an earlier attempt, and the first step does not change it."""
 
     def start(self, saved: SavedLayout | None, folder: Path | None) -> None:
-        """Lay buckets out before the first step: the last parameter first, unless an earlier attempt knows better."""
+        """Lay buckets out before the first step: the last parameter first, or in the order of an earlier attempt."""
         engine, names, measured = self.engine, list(reversed(self.names)), None
         if engine.schedule.learns:
             self.calibration = Calibration(engine.transport, engine.clock, self.names, folder)

@@ -1,4 +1,4 @@
-"""What a run's launcher is told: job, workers, processes, servers, nodes, and where each process runs."""
+"""The launcher's input: job, workers, processes, servers, nodes, and the seat of each process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One model in memory that all workers of a host share: `asp / shared_memory`.
 
 Worker 0's values lie in a file that every process maps; parameters are views of it from then on, and each worker's own
-optimizer steps them in place. There is nothing else to it: no gradients are exchanged, nobody waits.
+optimizer steps them in place. No gradients are exchanged, and no worker waits.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _check(shared: Mapping[str, tuple[Tensor, int]]) -> None:
     for name, (p, address) in shared.items():
         if p.data_ptr() != address:
             raise LoopError(
-                f"{name} was given other memory, and the other workers train what it was; write into it instead, as "
-                "p.data.copy_(values) does"
+                f"{name} was moved to other memory, which the other workers do not share; write into it instead, as in "
+                "p.data.copy_(values)"
             )
 
 

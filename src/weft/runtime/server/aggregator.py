@@ -78,7 +78,7 @@ class Aggregator:
             self._inbox,
             address,
             key,
-            name="weft-proxy",
+            name="weft-aggregator",
             serve=self._serve,
             lost=self._remove_lost,
             statistics=self.statistics,

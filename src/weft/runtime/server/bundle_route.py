@@ -1,4 +1,4 @@
-"""What a worker knows of a bundle that a server keeps."""
+"""A worker's view of a bundle that a server keeps."""
 
 from __future__ import annotations
 
