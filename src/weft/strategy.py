@@ -202,7 +202,7 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
             yield Conflict(
                 str(outer),
                 str(inner),
-                why=f"{inner.name} takes over the {inner.claims[0]} of all parameters, and {outer.name} passes it a part",
+                why=f"{inner.name} takes over the {inner.claims[0]} of all parameters, {outer.name} passes some",
                 instead=f"'{inner}' alone",
             )
         if outer.tracks_residual and inner.lossless:

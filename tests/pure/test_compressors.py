@@ -365,8 +365,8 @@ def test_powersgd_warms_up_to_the_best_approximation() -> None:
         ("error_feedback(dense)", "there is no residual"),
         ("error_feedback(only(error_feedback(topk)))", "keeps the same residual twice"),
         ("mixed(error_feedback(error_feedback(topk)))", "keeps the same residual twice"),
-        ("only(dgc)", "takes the momentum over for all parameters"),
-        ("error_feedback(dgc)", "takes the momentum over"),
+        ("only(dgc)", "takes over the momentum of all parameters"),
+        ("error_feedback(dgc)", "takes over the momentum"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, why: str) -> None:

@@ -30,7 +30,7 @@ _TOUCHES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 def killed(act: Callable[[], Any], number: int) -> bool:
-    """Run `act` in a process that is killed before it touches a file for the `number`-th time; whether it was killed."""
+    """Run `act` in a process that is killed before it touches a file for the `number`-th time; was it killed?"""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of this process: what is done needs none of them
         child = os.fork()

@@ -9,9 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 class LinearScaling(LambdaLR):
     """n workers take n times the batch, so the learning rate becomes n times as large [Goyal et al. 2017].
 
-    It grows linearly from its base value over the first `warmup` steps (five epochs in the paper), and is then constant,
-    or multiplied by `after`, a function of the number of steps after the warm-up. Call `step()` once a step, and pass it
-    to `run.distribute`.
+    It grows linearly from its base value over the first `warmup` steps (five epochs in the paper). It is then constant,
+    or multiplied by `after`, a function of the number of steps since the warm-up. Call `step()` once a step, and pass
+    it to `run.distribute`.
     """
 
     def __init__(self, optimizer: Optimizer, workers: int, warmup: int, after: Any = None) -> None:

@@ -1,7 +1,7 @@
 """WHOSE optimizer steps, and what is merged?
 
-`Optimization` alone is one logical optimizer, stepped with mean gradients. Under `LocalSteps` workers step copies of the
-model and exchange gradients or models with servers periodically.
+`Optimization` alone is one logical optimizer, stepped with mean gradients. Under `LocalSteps` workers step copies of
+the model and exchange gradients or models with servers periodically.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Bundle = tuple[Range, ...]
 
 
 def shards(specs: Sequence[Spec], servers: int, *, whole: bool = False) -> list[list[Range]]:
-    """For each server its ranges, in the order of the parameters; a small parameter goes to the server with the fewest bytes.
+    """For each server its ranges, in the order of the parameters; a small parameter goes to the least loaded server.
 
     `whole`: no parameter is cut, for optimizers and compressors that need whole ones; the largest are assigned first.
     """
