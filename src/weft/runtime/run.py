@@ -8,9 +8,9 @@
         optimizer.step(); optimizer.zero_grad()
         run.log(loss=loss)
 
-Model and optimizer stay the user's own objects. `init` chooses, in one place, what this process is (a server, or a
-process with workers) and how the run is carried out (`modes/select.py`). `Run` documents the public methods, and
-delegates them to `loop/worker_run.py` or `server/process.py`.
+Model and optimizer stay the user's own objects. `modes/select.py` chooses, in one place, what this process is (a
+server, or a process with workers) and how the run is carried out. `Run` documents the public methods, and delegates
+them to `loop/worker_run.py` or `server/process.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.environment import RunOptions
 from weft.errors import LoopError
-from weft.runtime.checkpoint.lifecycle import policy_here
-from weft.runtime.launch.strategy_source import choose_strategy
-from weft.runtime.launch.world import World
 from weft.runtime.loop.process_run import ProcessRun
 from weft.runtime.loop.sample_shares import Count
 from weft.runtime.loop.shard import Shard
-from weft.runtime.loop.worker_run import WorkerRun
-from weft.runtime.modes.select import mode_of
-from weft.runtime.server.process import ServerRun
+from weft.runtime.modes.select import process_run
 from weft.strategy import Strategy
 
 
@@ -57,27 +51,12 @@ def init(
     if _current is not None:
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
     joined = True
-    env = RunOptions.from_env()
-    chosen = choose_strategy(strategy)
-    world = World.here().with_servers(chosen)
-    steps = env.steps if env.steps is not None else steps
-    seed = next(each for each in (env.seed, seed, 0) if each is not None)
-    folder, checkpoint = env.out or out, env.resume or resume
-    if world.server is not None:
-        return Run(ServerRun(world=world, strategy=chosen, steps=steps, seed=seed))
-    worker = WorkerRun(
-        mode_of(chosen.check(), world),
-        world=world,
-        strategy=chosen,
-        steps=steps,
-        seed=seed,
-        device=env.device or device or "auto",
-        folder=Path(folder) if folder else None,
-        policy=policy_here(save_every),
-        resume=Path(checkpoint) if checkpoint else None,
+    run = Run(
+        process_run(strategy, steps=steps, seed=seed, device=device, out=out, save_every=save_every, resume=resume)
     )
-    _current = Run(worker)
-    return _current
+    if run.world.server is None:
+        _current = run
+    return run
 
 
 _current: Run | None = None
