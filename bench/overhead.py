@@ -34,6 +34,7 @@ import weft
 from weft.jobs import text, wide
 from weft.jobs._common import cross_entropy
 from weft.runtime import run as runtime
+from weft.runtime.launch.world import World
 
 BLOCKS = 4
 Loop = Callable[[int], list[float]]
@@ -236,8 +237,8 @@ def _child(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "WEFT_STORE": f"{folder}/store"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["WEFT_FORCE"] = "1"
-    runtime.World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
-    runtime.World.connect = lambda *_, **__: None  # type: ignore[method-assign]
+    World.here().connect(torch.device("cuda", 0) if args.gpu else torch.device("cpu"), timeout_s=120)
+    World.connect = lambda *_, **__: None  # type: ignore[method-assign]
     builds = list(make(folder, args, *what).items())
     at = pairs[0] % len(builds)
     loops = {name: build() for name, build in builds[at:] + builds[:at]}  # who comes first lies elsewhere in memory
