@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from weft.errors import Conflict, JobError, LoopError, PeerLost, SpellingError, UserError, WeftError
     from weft.lab.compare import Comparison, compare
     from weft.runtime.run import Run, init
+    from weft.store.model import load
     from weft.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "compare",
     "init",
+    "load",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "Strategy": "weft.strategy",
     "compare": "weft.lab.compare",
     "init": "weft.runtime.run",
+    "load": "weft.store.model",
 }
 
 

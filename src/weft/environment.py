@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from weft.errors import UserError
+from weft.errors import UserError, nearest
 
 Network = Literal["trusted", "untrusted"]
 """The network between the machines of a run. An untrusted one carries encrypted messages only."""
@@ -179,6 +179,18 @@ class Timeouts(Variables):
     """The wait for a live peer that does not start an exchange."""
     peer_timeout_s: float = variable("WEFT_PEER_TIMEOUT_S", 5.0)
     """The time until a peer without a sign of life is named."""
+
+
+GROUPS: tuple[type[Variables], ...] = (ProcessPlace, RunOptions, LocalLauncher, LabOptions, UserSettings, Timeouts)
+_OF_TESTS = ("WEFT_FUZZ_FRAMES",)
+
+
+def check_names(env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for a variable that begins with WEFT_ and has no meaning."""
+    known = [name for group in GROUPS for name in group.names().values()]
+    for name in env:
+        if name.startswith("WEFT_") and name not in known and name not in _OF_TESTS:
+            raise UserError(f"{name} is not a variable of Weft{nearest(name, known)}; unset it")
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

@@ -2,15 +2,15 @@
 
     run = weft.init()
     model, optimizer = run.distribute(model, optimizer)
-    for x, y in run.shard(loader):
+    for x, y in run.shard(loader):       # this worker's batches, on the run's device
         loss = loss_fn(model(x), y)
         loss.backward()                  # hooks hand gradients to the mode; when it returns, they are the mean
         optimizer.step(); optimizer.zero_grad()
         run.log(loss=loss)
 
-Model and optimizer stay the user's own objects. `modes/select.py` chooses, in one place, what this process is (a
-server, or a process with workers) and how the run is carried out. `Run` documents the public methods, and delegates
-them to `loop/worker_run.py` or `server/process.py`.
+Model and optimizer stay the user's own objects. `modes/select.py` chooses what this process is (a server, or a process
+with workers) and how the run is carried out. `Run` documents the public methods, which `loop/worker_run.py` or
+`server/process.py` carries out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import LoopError
+from weft.runtime.loop.epochs import Epochs
+from weft.runtime.loop.evaluation import Evaluation
 from weft.runtime.loop.process_run import ProcessRun
+from weft.runtime.loop.reductions import Figure
 from weft.runtime.loop.sample_shares import Count
 from weft.runtime.loop.shard import Shard
 from weft.runtime.modes.select import process_run
@@ -40,20 +43,21 @@ def init(
     out: str | Path | None = None,
     save_every: int | None = None,
     resume: str | Path | None = None,
+    data: Literal["shard", "own"] = "shard",
 ) -> Run:
     """Join the run that this process belongs to; alone, a run of one worker.
 
     Options of the command line (`weft train`) take precedence over these. `steps` bounds the optimizer steps of
     `run.shard`; `seed` seeds torch, numpy and random. A run with a folder `out` saves itself every `save_every` steps
-    and when it ends; 0: never. `resume` is a checkpoint to resume from.
+    and when it ends; 0: never. `resume` is a checkpoint to resume from. `data="own"`: the loop takes its batches from
+    elsewhere than `run.shard`, and gives each worker different ones itself.
     """
     global _current, joined
     if _current is not None:
         raise LoopError("weft.init() ran twice; keep the run it returned, or close() it first")
     joined = True
-    run = Run(
-        process_run(strategy, steps=steps, seed=seed, device=device, out=out, save_every=save_every, resume=resume)
-    )
+    options: dict[str, Any] = {"steps": steps, "seed": seed, "device": device, "out": out, "save_every": save_every}
+    run = Run(process_run(strategy, **options, resume=resume, data=data))
     if run.world.server is None:
         _current = run
     return run
@@ -75,10 +79,11 @@ class Run:
 
     def __init__(self, process: ProcessRun) -> None:
         self._process = process
-        self.world, self.strategy, self.steps, self.seed = process.world, process.strategy, process.steps, process.seed
-        self.device, self.folder = process.device, process.folder
-
-    # --- this process -----------------------------------------------------------------------------------------------
+        self.world, self.strategy = process.world, process.strategy
+        self.steps, self.seed = process.steps, process.seed
+        self.device = process.device
+        """The device of the model and the batches."""
+        self.folder = process.folder
 
     @property
     def rank(self) -> int:
@@ -105,12 +110,10 @@ class Run:
         """Optimizer steps taken so far."""
         return self._process.step
 
-    # --- the three lines --------------------------------------------------------------------------------------------
-
     def distribute(
         self, model: nn.Module, optimizer: Optimizer, *followers: Any, unused: bool = False, reduction: str = "mean"
     ) -> Any:
-        """Make model and optimizer part of the run; returns the same objects.
+        """Make model and optimizer part of the run, on its device; returns the same objects.
 
         `followers` step along and are kept in checkpoints: schedulers, a GradScaler, an average of the weights, a
         torch.Generator; any object with a state_dict. `unused=True` where parameters may get a gradient in one step and
@@ -120,22 +123,57 @@ class Run:
         return self._process.distribute(model, optimizer, *followers, unused=unused, reduction=reduction)
 
     def shard(
-        self, loader: Iterable[Any], *, epochs: int | None = 1, own: bool = False, samples: Count | None = None
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int | None = 1,
+        own: bool = False,
+        samples: Count | None = None,
+        device: bool = True,
     ) -> Shard:
         """This worker's batches of `loader`, which every process builds alike.
 
-        Batches are dealt to the workers in turn. `epochs=None` repeats the loader until the run's steps are used up.
-        `own=True`: the loader already holds only this worker's data; lengths may differ. `samples` counts a batch where
-        its first dimension does not: the loss is a mean over tokens, or the batch is the second dimension. A worker's
-        gradient is weighted by its count over that of all workers; 0 adds nothing.
+        Batches are dealt to the workers in turn, and moved to the run's device; `device=False` leaves them where they
+        are. `epochs=None` repeats the loader until the run's steps are used up. `own=True`: the loader already holds
+        only this worker's data; lengths may differ. `samples` counts a batch where its first dimension does not: the
+        loss is a mean over tokens, or the batch is the second dimension. A worker's gradient is weighted by its count
+        over that of all workers; 0 adds nothing.
         """
-        return self._process.shard(loader, epochs=epochs, own=own, samples=samples)
+        return self._process.shard(loader, epochs=epochs, own=own, samples=samples, device=device)
 
     def log(self, **values: float | Tensor) -> None:
         """Values of this step for the run folder; tensors are read later, so the device is not stalled."""
         self._process.log(**values)
 
-    # --- optional calls of a loop -----------------------------------------------------------------------------------
+    def epochs(self, count: int) -> Epochs:
+        """The numbers 0 to `count` - 1; a resumed run skips epochs whose body has ended, and the body's code with them.
+
+        The body of an epoch that was interrupted runs again, and `run.shard` yields only what is left of it. The loop's
+        own variables start anew; a follower (see `distribute`) keeps values in checkpoints.
+        """
+        return self._process.epochs(count)
+
+    def evaluate(self, loader: Iterable[Any], *, device: bool = True) -> Evaluation:
+        """Batches of `loader` to evaluate on: every batch goes to exactly one worker, and all are dealt.
+
+        `--steps` does not bound them, a resumed run does not skip them, and training's random numbers stay as they are.
+        """
+        return self._process.evaluate(loader, device=device)
+
+    def mean(self, *, weight: Figure = 1, **figures: Figure) -> dict[str, Any]:
+        """The means of figures over all processes, in float64, weighted by each one's `weight`, such as its samples.
+
+        Every process calls it, once, after its loop over `evaluate`; so also `sum` and `gather`.
+        """
+        return self._process.reductions().mean(figures, weight)
+
+    def sum(self, **figures: Figure) -> dict[str, Any]:
+        """The sums of figures over all processes, in float64."""
+        return self._process.reductions().sum(figures)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, joined along their first dimension, in which they may differ."""
+        return self._process.reductions().gather(tensor)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward inside adds gradients up locally; the next one outside exchanges the sum."""

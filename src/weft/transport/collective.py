@@ -286,6 +286,11 @@ class Processes:
         """Let servers carry agreements from here on, where workers have no process group."""
         self._agree = tell
 
+    @property
+    def agrees(self) -> bool:
+        """Whether `tell` reaches the other processes."""
+        return self.talk is not None or self._agree is not None or self.layout.processes == 1
+
     def tell(self, values: Sequence[int]) -> list[list[int]]:
         """All-gather a list of integers, of the same length in every process; returns one list for each process."""
         if self._agree is not None:
@@ -293,6 +298,12 @@ class Processes:
         if self.talk is None or not values:
             return [list(values) for _ in range(self.layout.processes)]
         return _tell(self.talk, self.layout, values, _AGREEMENT).heard()
+
+    def tell_tensor(self, values: Tensor) -> list[Tensor]:
+        """The same for a flat tensor of 64-bit integers."""
+        if self.talk is None or not values.numel():
+            return [torch.tensor(row, dtype=torch.int64) for row in self.tell(values.tolist())]
+        return _gathered(self.talk, self.layout, values, _AGREEMENT)()
 
     def tell_later(self, values: Callable[[], Sequence[int]]) -> Telling:
         """`tell` beside the exchange of a step: returns at once, and the result waits."""
@@ -309,16 +320,21 @@ class Telling:
 
 
 def _tell(mesh: Mesh, layout: Layout, values: Sequence[int], tag: int) -> Telling:
-    mine = torch.tensor(list(values), dtype=torch.int64)
+    heard = _gathered(mesh, layout, torch.tensor(list(values), dtype=torch.int64), tag)
+    return Telling(lambda: [row.tolist() for row in heard()])
+
+
+def _gathered(mesh: Mesh, layout: Layout, mine: Tensor, tag: int) -> Callable[[], list[Tensor]]:
+    """Start an all-gather; the result waits for it."""
     rows = [mine if p == layout.process else torch.empty_like(mine) for p in range(layout.processes)]
     others = [p for p in range(layout.processes) if p != layout.process]
     parcel = mesh.post([(p, raw(mine)) for p in others], [(p, raw(rows[p])) for p in others], tag)
 
-    def heard() -> list[list[int]]:
+    def heard() -> list[Tensor]:
         parcel.wait()
-        return [row.tolist() for row in rows]
+        return rows
 
-    return Telling(heard)
+    return heard
 
 
 _AGREEMENT = 2**63

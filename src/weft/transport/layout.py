@@ -14,6 +14,11 @@ class Layout:
     process: int = 0
     """The process that this value describes."""
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every process carries as many workers."""
+        return self.workers % self.processes == 0
+
     def carried(self, process: int | None = None) -> range:
         """Ranks of the workers of a process; by default of this one."""
         p = self.process if process is None else process

@@ -80,6 +80,7 @@ class Lifecycle:
         self._saved: LoadedCheckpoint | None = None
         self._job: dict[str, Any] = {}
         self._known = False
+        self._warned = True  # a pass before `open` has no model to train
         self.left = False
         """Whether this process exits on request, after the requested save."""
 
@@ -87,7 +88,7 @@ class Lifecycle:
 
     def open(self, parts: Parts, specs: Sequence[Spec], recorder: Recorder | None) -> SavedLayout | None:
         """Before anything is distributed: restore the state of an earlier attempt."""
-        self.parts = parts
+        self.parts, self._warned = parts, False
         self.position.generators = parts.generators
         kinds = [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
         name = (RunOptions.from_env().job or Path()).stem
@@ -180,6 +181,13 @@ class Lifecycle:
         for what in conversions(saved, self.transport.layout.workers, self.strategy):
             log.warning("%s", what)
         log.info("resuming after step %d, from %s", saved.manifest.step, saved.folder)
+        if self.position.repeats_code():
+            log.warning(
+                "completed passes over data give no batch now, but the loop's code around them runs again, with the "
+                "model of step %d, and may overwrite files; write the loop as `for epoch in run.epochs(N):`, which "
+                "skips completed epochs",
+                saved.manifest.step,
+            )
         self._count(recorder, saved.manifest.step, saved.folder.name, again=True)
 
     def _start_over(self, folder: Path, recorder: Recorder | None) -> None:
@@ -228,6 +236,15 @@ class Lifecycle:
                 self._saving.finish()
             self.left = True
             raise SystemExit(TERMINATED)
+
+    def untrained(self) -> None:
+        if self._warned or any(p.grad is not None for p in self.parts.model.parameters()):
+            return
+        self._warned = True
+        log.warning(
+            "a pass over run.shard() ended without a backward, so nothing was trained; to evaluate, use "
+            "run.evaluate(loader), which deals every sample once"
+        )
 
     def passed(self) -> None:
         self.parts.mode.epoch_ended()

@@ -2,7 +2,8 @@
 
     common      model, optimizer, followers (schedulers, a scaler, averages), the data position, the order of buckets
                 and the calibration: equal in every process, so each writes a part of the tensors
-    per worker  random numbers and the compressor's state: written by the process that carries the worker
+    per worker  random numbers, the compressor's state, and what followers of a process have counted: written by the
+                process that carries the worker
 
 A save copies this process's part and returns; a thread writes it (`store/checkpoint`). A resumed loop starts from its
 beginning, so state is restored twice: in `distribute`, and at the batch after the saved step, to undo everything that
@@ -27,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
+from weft.runtime.checkpoint.follower_states import follower_state, own_states, states_of
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
@@ -43,7 +45,6 @@ from weft.transport.layout import Layout
 
 log = logging.getLogger(__name__)
 
-_WRAPPED = ("step", "update", "unscale_")
 _CANNOT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 
 
@@ -98,8 +99,9 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
         "model": dict(parts.module.state_dict()),
         "buffers": _unlisted(parts.module),
         "optimizer": parts.optimizer.state_dict(),
-        "followers": [_follower_state(each) for each in parts.stateful],
+        "followers": [follower_state(each) for each in parts.stateful],
         "reading": parts.position.state(parts.passes.step),
+        "loops": parts.position.loop_states(),
         "epoch": epoch.number if epoch is not None else None,
         "gradient": held,
         "order": list(layout.order) if layout else None,
@@ -112,6 +114,7 @@ def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     states = parts.mode.compressor_states
     streams, generators = parts.passes.streams(), [each.get_state() for each in parts.generators]
     process = {"process": process_rng_state(), "generators": generators, "epochs": parts.position.draws()}
+    process |= {"ranks": list(parts.passes.ranks), "followers": own_states(parts.stateful)}
     return {
         rank: {"draws": stream, "memory": memory, **process}
         for rank, stream, memory in zip(parts.passes.ranks, streams, states, strict=True)
@@ -122,15 +125,6 @@ def _unlisted(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that the model excludes from its state_dict."""
     listed = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
-
-
-def _follower_state(follower: Any) -> Any:
-    if not hasattr(follower, "state_dict"):
-        raise UserError(
-            f"run.distribute() was given a {type(follower).__name__}, which has no state_dict(), so a checkpoint "
-            "cannot hold it; give it one, or omit it, or turn checkpoints off with --save-every 0"
-        )
-    return {key: each for key, each in follower.state_dict().items() if not (key in _WRAPPED and callable(each))}
 
 
 def untracked_schedulers(parts: Parts) -> str | None:
@@ -228,7 +222,8 @@ def _restore_buffer(model: nn.Module, name: str, kept: Tensor) -> None:
 def restore_followers(parts: Parts, saved: LoadedCheckpoint) -> None:
     """Restore the state of followers."""
     with _fitting(saved):
-        for follower, state in zip(parts.stateful, saved.common["followers"], strict=True):
+        mine = states_of(saved.workers, saved.common["followers"], parts.passes)
+        for follower, state in zip(parts.stateful, mine, strict=True):
             follower.load_state_dict(_cloned(state))
         parts.passes.step = saved.manifest.step
 
@@ -250,7 +245,7 @@ def restore_position(position: DataPosition, saved: LoadedCheckpoint, passes: Pa
     """Restore the data position; the loop will reach it again."""
     with _fitting(saved):
         first = saved.workers.get(passes.ranks[0], {})
-        position.load(saved.common["reading"], _cloned(first.get("epochs", {})))
+        position.load(saved.common["reading"], _cloned(first.get("epochs", {})), saved.common.get("loops", []))
         position.resized = saved.manifest.workers != passes.workers
 
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import weft
 from weft.environment import RunOptions, UserSettings
 from weft.errors import SpellingError
 
 if TYPE_CHECKING:
+    from weft.runtime.launch.world import World
     from weft.strategy import Strategy
-
-log = logging.getLogger(__name__)
 
 DEFAULT = "the default"
 
 
-def choose_strategy(called: str | Strategy | None) -> Strategy:
-    """The strategy of the run; logged with its source."""
-    source, strategy = winner(called)
-    log.info("strategy: %s (from %s)", strategy, source)
-    return strategy
+def announce(strategy: Strategy, source: str, world: World) -> None:
+    """Print one line about the run, under every launcher."""
+    workers = f"{world.workers} worker{'s' * (world.workers != 1)}"
+    sys.stderr.write(f"weft {weft.__version__}: {workers}, {strategy} (from {source})\n")
+    sys.stderr.flush()
 
 
 def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str, Strategy]:

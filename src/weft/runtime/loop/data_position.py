@@ -2,18 +2,22 @@
 
 An *epoch* is one iteration of `run.shard`. A resumed loop starts from its beginning: completed epochs yield nothing,
 and random numbers continue as after the last of them; an open epoch continues after its last step. Iterations without a
-step (evaluations) are repeated.
+step are repeated. A loop over `run.epochs` skips the epochs of completed bodies, with the bodies' code.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from weft.errors import LoopError
+from weft.runtime.loop.epochs import EpochLoop
 from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 
 
@@ -38,6 +42,10 @@ class Epoch:
     out: int = 0
     """Batches that were dealt after `dealt_at` steps; the next step uses them."""
     dealt_at: int = -1
+    repeats: bool = False
+    """Whether it follows another epoch in one iteration of the loop, as under `run.shard(epochs=2)`."""
+    loader: int = -1
+    """The number of its DataLoader, in the order in which the loop first used them."""
 
     def deal(self, batches: int, step: int) -> None:
         """Deal batches for the step after this one."""
@@ -61,9 +69,76 @@ class DataPosition:
         self._left: list[Epoch] = []  # epochs of an earlier attempt that the loop has not reached again
         self.resized = False
         """Whether that attempt had another number of workers."""
+        self.loops: list[EpochLoop] = []
+        """The loops over `run.epochs`, in the order in which they began."""
+        self._loops_left: list[EpochLoop] = []
+        self._skipped: list[Epoch] = []
+        """Epochs of skipped bodies, until their loader's sampler has counted them."""
+        self._loaders: dict[int, weakref.ref[Any]] = {}
 
-    def begin(self, step: int, loader: Iterable[Any]) -> Epoch:
+    # --- loops over run.epochs ----------------------------------------------------------------------------------------
+
+    def begin_loop(self) -> EpochLoop:
+        """The next loop over `run.epochs`; epochs of bodies that an earlier attempt completed are skipped."""
+        if any(loop.inside and not (loop.over or loop.cut) for loop in self.loops):
+            raise LoopError("run.epochs() inside another run.epochs(); use range() for the inner loop")
+        loop = self._loops_left.pop(0) if self._loops_left else EpochLoop(first=self.begun, body=self.begun)
+        self.loops.append(loop)
+        skipped = self._left[: max(0, loop.body - self.begun)]
+        if skipped:
+            del self._left[: len(skipped)]
+            self.epochs += skipped
+            self._skipped += [epoch for epoch in skipped if epoch.stepped]
+            self.skipped()
+        return loop
+
+    @property
+    def begun(self) -> int:
+        """The number of epochs that have begun or were skipped."""
+        return len(self.epochs)
+
+    def is_open(self, since: int) -> bool:
+        """Whether an epoch from this number on is not over."""
+        return any(not epoch.over for epoch in self.epochs[since:])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the loop has no more data to come, as far as loops over `run.epochs` tell."""
+        return bool(self.loops) and not self.is_open(0) and (self.loops[-1].over or self.loops[-1].last)
+
+    def repeats_code(self) -> bool:
+        """Whether a resumed loop will run code beside completed epochs again."""
+        ends = [*(not later.repeats for later in self._left[1:]), True]
+        return any(
+            epoch.over and epoch.stepped and end and not any(loop.covers(number) for loop in self._loops_left)
+            for number, (epoch, end) in enumerate(zip(self._left, ends, strict=False))
+        )
+
+    def uncounted(self, loader: Iterable[Any]) -> list[Epoch]:
+        """Epochs over this loader in skipped bodies, which its sampler has not counted; each is returned once."""
+        number = self._number(loader)
+        found = [epoch for epoch in self._skipped if epoch.loader == number >= 0]
+        self._skipped = [epoch for epoch in self._skipped if epoch not in found]
+        return found
+
+    def _number(self, loader: Iterable[Any]) -> int:
+        """The number of a DataLoader; -1 for another iterable, whose state no sampler holds."""
+        if not isinstance(loader, DataLoader):
+            return -1
+        number = next((each for each, known in self._loaders.items() if known() is loader), None)
+        if number is None:
+            skipped, bodies = [epoch.loader for epoch in self._skipped], sum(loop.completed for loop in self.loops)
+            used_in_all = [each for each in skipped if skipped.count(each) == bodies]
+            unused = max([-1, *(epoch.loader for epoch in (*self.epochs, *self._left))]) + 1
+            number = self._left[0].loader if self._left else min(used_in_all, default=unused)
+            self._loaders[number] = weakref.ref(loader)
+        return number
+
+    # --- epochs -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, loader: Iterable[Any], *, repeats: bool = False) -> Epoch:
         """The next epoch; already over if an earlier attempt completed it."""
+        number = self._number(loader)
         if self._left:
             epoch = self._left.pop(0)
             self.epochs.append(epoch)
@@ -75,7 +150,7 @@ class DataPosition:
             return epoch
         beside = sum(1 for each in self.epochs if not each.over and each.began == step)
         draws = [*self._states(), *(generator.get_state() for generator in _generators(loader))]
-        epoch = Epoch(number=len(self.epochs), began=step, draws=draws, beside=beside)
+        epoch = Epoch(number=len(self.epochs), began=step, draws=draws, beside=beside, repeats=repeats, loader=number)
         self.epochs.append(epoch)
         return epoch
 
@@ -117,18 +192,26 @@ class DataPosition:
 
     def state(self, step: int) -> list[Any]:
         """The position after this many steps, without random numbers, which are each worker's own."""
-        return [[e.began, e.used(step), e.over, e.stepped, e.beside] for e in [*self.epochs, *self._left]]
+        return [
+            [e.began, e.used(step), e.over, e.stepped, e.beside, e.repeats, e.loader]
+            for e in [*self.epochs, *self._left]
+        ]
+
+    def loop_states(self) -> list[list[Any]]:
+        """The positions of the loops over `run.epochs`."""
+        return [list(astuple(loop)) for loop in [*self.loops, *self._loops_left]]
 
     def draws(self) -> dict[int, list[Any]]:
         """The states of random numbers by open epoch; at -1 those at the end of the latest epoch with steps."""
         return {-1: self._ended} | {epoch.number: epoch.draws for epoch in self.epochs if not epoch.over}
 
-    def load(self, state: list[Any], draws: dict[int, list[Any]]) -> None:
+    def load(self, state: list[Any], draws: dict[int, list[Any]], loops: list[Any]) -> None:
         self.epochs, self._left, self._ended = [], [], draws.get(-1, [])
-        for number, (began, consumed, over, stepped, *beside) in enumerate(state):
+        for number, (began, consumed, over, stepped, *more) in enumerate(state):
             epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), again=True)
-            epoch.beside = beside[0] if beside else 0
+            epoch.beside, epoch.repeats, epoch.loader = [*more, *(0, False, -1)[len(more) :]]
             self._left.append(epoch)
+        self.loops, self._loops_left = [], [EpochLoop(*loop) for loop in loops]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -76,7 +76,7 @@ class Dealer:
             raise UserError(
                 "the loader already has a DistributedSampler; give run.shard() a plain loader, or pass own=True"
             )
-        if _has_indices(loader):
+        if has_indices(loader):
             return self._indexed(loader, epoch)
         copies = itertools.tee(self._groups(loader, epoch), len(ranks))
         return [_picked(groups, rank, self.workers) for groups, rank in zip(copies, ranks, strict=True)]
@@ -121,10 +121,7 @@ class Dealer:
             mine = ([stream_seed(order, first + at * self.workers), *batch] for at, batch in enumerate(mine))
             dataset, prepare = Seeded(dataset), Unwrapped(prepare)
         draws = torch.Generator().manual_seed(stream_seed(order, rank))
-        same: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
-        same |= {"pin_memory": loader.pin_memory}
-        same |= {"timeout": loader.timeout, "worker_init_fn": prepare, "generator": draws}
-        same |= {"multiprocessing_context": loader.multiprocessing_context, "prefetch_factor": loader.prefetch_factor}
+        same = loading_options(loader) | {"worker_init_fn": prepare, "generator": draws}
         for batch, (group, mark) in zip(DataLoader(dataset, batch_sampler=mine, **same), groups, strict=False):
             yield batch, *share_of([len(indices) for indices in group], rank, self.workers), mark
 
@@ -167,7 +164,7 @@ class Dealer:
 
     def pass_by(self, loader: Iterable[Any], own: bool, epoch: Epoch) -> None:
         """Skip an epoch that an earlier attempt completed; a sampler that counts its epochs counts this one."""
-        if own or not _has_indices(loader) or type(loader.sampler) in _STATELESS:
+        if own or not has_indices(loader) or type(loader.sampler) in _STATELESS:
             return
         groups = self._indices(loader, replace(epoch, consumed=0))
         steps = -(-epoch.consumed // self.workers)
@@ -220,6 +217,12 @@ class Dealer:
             yield batch, *share_of([row[at] for row in rows], self.passes.ranks[0], self.workers), 0
 
 
+def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The options with which a loader loads a batch of given indices."""
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
+    return {name: getattr(loader, name) for name in names}
+
+
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -227,7 +230,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
+def has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether a loader's batches are those of its sampler. A loader with its own iteration is read as it is."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False

@@ -44,6 +44,8 @@ class Passes:
         self.before_batch: Callable[[], None] = lambda: None
         """Called when a batch is dealt."""
         self._taken = self._taken_first = 0
+        self.dealt = False
+        """Whether any batch has come from `run.shard`."""
         self.exchanges = 0
         """The number of exchanges so far; equal in all processes, whether or not `step` follows."""
         self.sums = False
@@ -74,6 +76,7 @@ class Passes:
     def deal(self, share: Share, samples: int, number: int = 0, fingerprint: int = 0) -> None:
         """Deal a batch of an epoch, given by its number, to the present worker."""
         self.before_batch()
+        self.dealt = True
         self._taken += 1
         if self.sums:
             assert not callable(share)

@@ -20,12 +20,15 @@ def check_model(model: nn.Module, optimizer: Optimizer, device: torch.device, pa
         raise UserError("the model has no parameter that trains; unfreeze some before run.distribute()")
     if not all(p in mine for p in theirs):
         raise UserError("the optimizer steps parameters that are not the model's; put all of them into one nn.Module")
-    wrong = next((p for p in mine if p.device != device), None)
-    if wrong is not None and wrong.device.type != device.type:
-        raise UserError(f"the model is on {wrong.device}, the run on {device}; call model.to(run.device) first")
     synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if synced and passes.workers > 1 and (passes.count > 1 or device.type == "cpu"):
         raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")
+
+
+def check_data(data: str) -> None:
+    """Raise UserError for an unknown source of batches."""
+    if data not in ("shard", "own"):
+        raise UserError(f'data={data!r} is not known; use "shard", or "own" for batches that are not of run.shard()')
 
 
 def check_reduction(reduction: str, synchrony: Synchrony) -> bool:

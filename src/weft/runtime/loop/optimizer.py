@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,13 +18,28 @@ from weft.errors import UserError
 from weft.runtime.loop import refusals
 from weft.runtime.modes import Mode
 
-_FOLLOWED = ("step", "update", "unscale_", "update_parameters", "zero_grad")
+FOLLOWED = ("step", "update", "unscale_", "update_parameters", "zero_grad")
+
+
+class EvaluatedOnce:
+    """A closure whose backward comes before the step. The optimizer gets its loss, and may not evaluate it again."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self._loss, self._taken = closure(), False
+
+    def __call__(self) -> Any:
+        if self._taken:
+            raise refusals.closure()
+        self._taken = True
+        return self._loss
 
 
 class PatchedOptimizer:
     """One optimizer of the user's and the objects that follow it."""
 
-    def __init__(self, optimizer: Optimizer, followers: Sequence[Any], mode: Mode) -> None:
+    def __init__(self, optimizer: Optimizer, followers: Sequence[Any], mode: Mode, *, own_data: bool) -> None:
+        self._own_data = own_data
         self.optimizer, self.mode, self.passes, self.phases = optimizer, mode, mode.ctx.passes, mode.ctx.phases
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
         self._scheduled = any(isinstance(follower, LRScheduler) for follower in followers)
@@ -54,13 +70,15 @@ class PatchedOptimizer:
         """`optimizer.step()` as the loop calls it."""
         passes = self.passes
         if closure is not None and not self.mode.accepts_closure:
-            raise refusals.closure()
+            closure = EvaluatedOnce(closure)
+        if not (passes.dealt or self._own_data):
+            raise refusals.no_batch()
         self._check_scheduler()
         self.mode.check_step()
         passes.step_called = True
         if not passes.complete:
             self.mode.pass_skipped()
-            return None
+            return closure() if closure is not None else None
         result = self.mode.step(lambda: self._step(closure) if closure is not None else self._step())
         samples = passes.samples
         passes.stepped()
@@ -69,7 +87,7 @@ class PatchedOptimizer:
 
     def _follow(self, follower: Any) -> None:
         """Let a scheduler, a scaler or an average act only when the optimizer does."""
-        for name in _FOLLOWED:
+        for name in FOLLOWED:
             act = getattr(follower, name, None)
             if act is not None:
                 setattr(follower, name, self._when_complete(act))

@@ -25,7 +25,38 @@ def only_accumulated() -> LoopError:
 
 
 def closure() -> LoopError:
-    return LoopError("step(closure) judges by one worker's loss alone; call backward first, then step()")
+    return LoopError(
+        "the optimizer evaluated its closure twice in a step, and would judge by one worker's loss alone; use an "
+        "optimizer that evaluates it once"
+    )
+
+
+def no_batch() -> LoopError:
+    return LoopError(
+        "the first step has used no batch of run.shard(), so every worker may train on the same data; loop over "
+        'run.shard(loader), or say weft.init(data="own") where the loop deals different data to the workers by itself'
+    )
+
+
+def stepped_early() -> LoopError:
+    return LoopError(
+        "optimizer.step() before run.distribute(model, optimizer): each worker would train a model of its own; call "
+        "run.distribute() before the loop"
+    )
+
+
+def reduced_early(synchrony: str) -> LoopError:
+    return LoopError(
+        f"figures can be reduced only after the last step under {synchrony}, where workers do not wait for each other; "
+        "evaluate after the loop, and bound it with run.epochs(N) or --steps"
+    )
+
+
+def reduced_between_passes() -> LoopError:
+    return LoopError(
+        "figures were reduced within a step, and the processes carry different numbers of workers; reduce after "
+        "optimizer.step() under a condition on run.step, after the epoch, or start a process for each worker"
+    )
 
 
 def pending_update(name: str, schedule: str) -> LoopError:

@@ -12,8 +12,8 @@ import numpy
 import torch
 
 
-def stream_seed(seed: int, rank: int) -> int:
-    """A seed for one worker's random numbers."""
+def stream_seed(seed: int, rank: int | str) -> int:
+    """A seed for one worker's random numbers, or for another purpose that has a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=6).digest(), "big")
 
 
@@ -38,6 +38,17 @@ def set_rng_state(state: list[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1 and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[1])
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Restore all random number states afterwards: torch's, numpy's and Python's."""
+    streams, process = rng_state(), process_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(streams)
+        set_process_rng_state(process)
 
 
 def process_rng_state() -> list[Any]:

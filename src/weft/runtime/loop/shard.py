@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from weft.errors import LoopError, UserError
@@ -27,6 +28,9 @@ class BetweenSteps(Protocol):
     def stepped(self, epoch: Epoch) -> None:
         """A step is complete, including everything that the loop does after it."""
 
+    def untrained(self) -> None:
+        """An iteration is over without a step and without an exchange."""
+
     def passed(self) -> None:
         """An iteration with exchanges is over; all processes reach this after the same number of exchanges."""
 
@@ -42,9 +46,10 @@ class Shard:
         own: bool,
         lifecycle: BetweenSteps,
         count: Count | None = None,
+        moved: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         self.dealer, self.loader, self.epochs, self.own, self.lifecycle = dealer, loader, epochs, own, lifecycle
-        self.count = count
+        self.count, self.moved = count, moved
 
     def __len__(self) -> int:
         batches, workers = len(self.loader), self.dealer.workers  # type: ignore[arg-type]
@@ -60,15 +65,21 @@ class Shard:
             raise UserError(
                 'samples= weighs a mean, but reduction="sum" adds gradients undivided; leave one of them out'
             )
-        for _ in itertools.count() if self.epochs is None else range(self.epochs):
-            epoch = position.begin(passes.step, self.loader)
+        if not torch.is_grad_enabled():
+            raise LoopError(
+                "run.shard() deals batches to train on, but gradients are disabled; evaluate with run.evaluate(loader)"
+            )
+        for number in itertools.count() if self.epochs is None else range(self.epochs):
+            for skipped in position.uncounted(self.loader):
+                dealer.pass_by(self.loader, self.own, skipped)
+            epoch = position.begin(passes.step, self.loader, repeats=number > 0)
             if epoch.over:
                 dealer.pass_by(self.loader, self.own, epoch)
                 position.skipped()
                 continue
             with position.entering(epoch, self.loader):
                 feeds = dealer.feeds(self.loader, self.own, epoch)
-            exchanges = passes.exchanges
+            before = passes.step, passes.exchanges
             try:
                 yield from self._one(feeds, epoch)
             except GeneratorExit:  # the loop has broken out of the epoch
@@ -76,7 +87,9 @@ class Shard:
                 position.end(epoch, passes.step)
                 raise
             passes.passed(id(epoch))
-            if passes.exchanges > exchanges:
+            if (passes.step, passes.exchanges) == before and not epoch.again:
+                self.lifecycle.untrained()
+            if passes.exchanges > before[1]:
                 self.lifecycle.passed()
             if self.lifecycle.enough():
                 return
@@ -104,7 +117,7 @@ class Shard:
             if passes.pass_index == 0:
                 epoch.deal(self.dealer.workers, passes.step)
             before = passes.step
-            yield batch
+            yield self.moved(batch)
             if passes.step > before:
                 self.lifecycle.stepped(epoch)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.environment import Timeouts
 from weft.errors import UserError
@@ -25,12 +26,16 @@ from weft.ops import Spec
 from weft.runtime.checkpoint.lifecycle import Lifecycle
 from weft.runtime.checkpoint.state import Parts
 from weft.runtime.launch.world import World
-from weft.runtime.loop import instruments
+from weft.runtime.loop import instruments, refusals
 from weft.runtime.loop.data_position import DataPosition
 from weft.runtime.loop.data_sharding import Dealer
+from weft.runtime.loop.devices import move_batch, move_training
+from weft.runtime.loop.epochs import Epochs
+from weft.runtime.loop.evaluation import Evaluation
 from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.model_checks import check_model, check_reduction, check_samples
 from weft.runtime.loop.optimizer import PatchedOptimizer
+from weft.runtime.loop.reductions import Reductions
 from weft.runtime.loop.rng import seed_everything
 from weft.runtime.loop.sample_shares import Count
 from weft.runtime.loop.shard import Shard
@@ -61,6 +66,7 @@ class WorkerRun:
         folder: Path | None,
         policy: Policy | None,
         resume: Path | None,
+        own_data: bool,
     ) -> None:
         self.world, self.strategy, self.steps, self.seed = world, strategy, steps, seed
         self.workers, self.is_main = world.workers, world.process == 0
@@ -99,8 +105,10 @@ class WorkerRun:
         self._kind = kind
         self.mode: Mode | None = None
         """Constructed by `distribute`."""
+        self._own_data, self._reductions = own_data, Reductions(transport)
         self._report: dict[str, Any] = {}
         self._closed = False
+        self._early = register_optimizer_step_pre_hook(refuse_early_step)
         atexit.register(self._exit)
 
     @property
@@ -133,6 +141,8 @@ class WorkerRun:
         if self.mode is not None:
             raise UserError("run.distribute() ran twice; put several models into one nn.ModuleDict")
         check_model(model, optimizer, self.device, self._passes)
+        move_training(model, optimizer, followers, self.device)
+        self._early.remove()
         if check_reduction(reduction, self.strategy.synchrony):
             self._passes.add_up()
         specs = [Spec(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
@@ -151,12 +161,14 @@ class WorkerRun:
         )
         mode.attach(self._lifecycle.open(parts, specs, self._recorder))
         self._context.phases.attach(model)
-        PatchedOptimizer(optimizer, followers, mode)
+        PatchedOptimizer(optimizer, followers, mode, own_data=self._own_data)
         self._passes.part_streams()
         self._lifecycle.opened()
         return (*mode.loop_objects(), *followers)
 
-    def shard(self, loader: Iterable[Any], *, epochs: int | None, own: bool, samples: Count | None) -> Shard:
+    def shard(
+        self, loader: Iterable[Any], *, epochs: int | None, own: bool, samples: Count | None, device: bool
+    ) -> Shard:
         check_samples(samples, own, self.strategy.synchrony)
         dealer = Dealer(
             workers=self.workers,
@@ -165,7 +177,46 @@ class WorkerRun:
             position=self._position,
             seed=self.seed,
         )
-        return Shard(dealer, loader, epochs, own, self._lifecycle, samples)
+        return Shard(dealer, loader, epochs, own, self._lifecycle, samples, self._moved if device else _unmoved)
+
+    def _moved(self, batch: Any) -> Any:
+        return move_batch(batch, self.device)
+
+    def epochs(self, count: int) -> Epochs:
+        return Epochs(count, self._position, self._lifecycle)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, loader: Iterable[Any], *, device: bool) -> Evaluation:
+        return Evaluation(
+            loader,
+            self.world.layout,
+            self.seed,
+            begin=self._have_model,
+            moved=self._moved if device else _unmoved,
+            seen=self._reductions.seen,
+        )
+
+    def _have_model(self) -> None:
+        """Have the model of the last step, complete."""
+        if self.mode is None or not self._passes.complete or self._passes.unstepped:
+            return
+        if self.strategy.synchrony.lockstep or not self._ended:
+            self.mode.settle()
+        else:
+            self.mode.fetch_final_model()
+
+    def reductions(self) -> Reductions:
+        if not (self.strategy.synchrony.lockstep or self._ended):
+            raise refusals.reduced_early(self.strategy.synchrony.name)
+        if not (self._passes.complete or self.world.layout.is_even):
+            raise refusals.reduced_between_passes()
+        return self._reductions
+
+    @property
+    def _ended(self) -> bool:
+        """Whether this worker has taken its last step."""
+        return self._lifecycle.enough() or self._position.finished
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -200,6 +251,7 @@ class WorkerRun:
         if self._closed:
             return
         self._closed = True
+        self._early.remove()
         atexit.unregister(self._exit)
         mode = self.mode
         try:
@@ -231,6 +283,14 @@ class WorkerRun:
     def _stuck(self) -> bool:
         """Whether the collective library may wait for a silent peer, so that leaving in order would hang."""
         return self.transport.talk is not None and self.transport.talk.silent is not None
+
+
+def refuse_early_step(*_: Any) -> None:
+    raise refusals.stepped_early()
+
+
+def _unmoved(batch: Any) -> Any:
+    return batch
 
 
 def connect(world: World, topology: Topology, device: torch.device, timeout_s: float, *, group: bool) -> Processes:

@@ -90,9 +90,13 @@ class Mode(ABC):
     def settle(self) -> None:
         """Wait until the last step is complete. Raises LoopError if its gradients were not finite."""
 
+    def fetch_final_model(self) -> None:
+        """After the last step of all workers: have the model with all of their updates. A collective call."""
+        self.settle()
+
     @property
     def accepts_closure(self) -> bool:
-        """Whether `optimizer.step(closure)` has a meaning: the closure sees one worker's loss alone."""
+        """Whether `optimizer.step` may evaluate its closure several times: it sees one worker's loss alone."""
         return False
 
     @property

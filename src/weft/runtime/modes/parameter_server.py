@@ -86,6 +86,9 @@ class ParameterServer(ServerMode):
             self.eager.step()
             self._leaving = self.termination_requested
             return
+        self._fetch_model()
+
+    def _fetch_model(self) -> None:
         self._bring(self.buffers)
 
     def _drop_gradients(self) -> None:

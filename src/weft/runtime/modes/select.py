@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.environment import RunOptions
+from weft.environment import RunOptions, check_names
 from weft.runtime.checkpoint.lifecycle import policy_here
-from weft.runtime.launch.strategy_source import choose_strategy
+from weft.runtime.launch.strategy_source import announce, winner
 from weft.runtime.launch.world import World
 from weft.runtime.loop import instruments
+from weft.runtime.loop.model_checks import check_data
 from weft.runtime.loop.process_run import ProcessRun
 from weft.runtime.loop.worker_run import WorkerRun
 from weft.runtime.modes import Mode
@@ -31,11 +32,16 @@ def process_run(
     out: str | Path | None,
     save_every: int | None,
     resume: str | Path | None,
+    data: str,
 ) -> ProcessRun:
     """This process's part in a run: a server's, or that of a process with workers; arguments as of `init`."""
+    check_names()
+    check_data(data)
     env = RunOptions.from_env()
-    chosen = choose_strategy(strategy)
+    source, chosen = winner(strategy)
     world = World.here().with_servers(chosen)
+    if world.process == 0 and world.server is None:
+        announce(chosen, source, world)
     steps = env.steps if env.steps is not None else steps
     seed = next(each for each in (env.seed, seed, 0) if each is not None)
     if world.server is not None:
@@ -51,6 +57,7 @@ def process_run(
         folder=Path(folder) if folder else None,
         policy=policy_here(save_every),
         resume=Path(checkpoint) if checkpoint else None,
+        own_data=data == "own",
     )
 
 

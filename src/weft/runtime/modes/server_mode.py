@@ -124,6 +124,14 @@ class ServerMode(Mode, ABC):
     def settle(self) -> None:
         self.refresh()
 
+    def fetch_final_model(self) -> None:
+        self._synchronize()
+        self.refresh()
+        self.tell([])
+        if self.eager is None:
+            self._fetch_model()
+        self.refresh()
+
     def before_state_dict(self) -> None:
         self.flush()
         if self.passes.step:
@@ -202,6 +210,10 @@ class ServerMode(Mode, ABC):
     @abstractmethod
     def _received(self, name: str) -> None:
         """The servers' values of a parameter are in its memory."""
+
+    @abstractmethod
+    def _fetch_model(self) -> None:
+        """Begin to pull the servers' model."""
 
     @abstractmethod
     def _synchronize(self) -> None:
