@@ -70,7 +70,7 @@ def train(folder: str, out: str, kill: tuple[int, str] | None, steps: int | None
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     sums = Sums()
     model, optimizer, scheduler, sums = run.distribute(model, optimizer, scheduler, sums)
-    loader = DataLoader(data, batch_size=8, sampler=Counting(len(data)))
+    loader, held_out = DataLoader(data, batch_size=8, sampler=Counting(len(data))), DataLoader(data, batch_size=5)
     try:
         for epoch in run.epochs(EPOCHS):
             sums.loss, sums.count = 0.0, 0
@@ -84,14 +84,16 @@ def train(folder: str, out: str, kill: tuple[int, str] | None, steps: int | None
                 point("step")
             model.eval()
             with torch.no_grad():
-                held_out = sum(nn.functional.mse_loss(model(a), b, reduction="sum").item() for a, b in run.evaluate(loader))
+                losses = [nn.functional.mse_loss(model(a), b, reduction="sum") for a, b in run.evaluate(held_out)]
             model.train()
-            total = run.sum(loss=sums.loss, count=sums.count, held_out=held_out)
+            total = run.sum(loss=sums.loss, count=sums.count, held_out=sum(losses))
             line = f"{epoch} {total['loss'] / total['count']!r} {total['held_out']!r} {scheduler.get_last_lr()!r}"
             scheduler.step()
             if run.is_main:
                 said.append(line)
-                Path(out, f"epoch-{epoch}").write_bytes(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+                Path(out, f"epoch-{epoch}").write_bytes(
+                    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+                )
             point("file")
     except Killed:
         run.close(well=False)
@@ -115,7 +117,7 @@ def test_a_killed_run_leaves_the_files_and_lines_of_an_uninterrupted_one(
     (whole := tmp_path / "whole").mkdir()
     lines = spawn(processes, train, str(tmp_path / "run"), str(whole), None, workers=workers)[0]
     assert len(lines) == EPOCHS
-    for kill in KILLS:
+    for kill in KILLS if processes > 1 else KILLS[1::3]:
         (mine := tmp_path / f"files-{kill}").mkdir()
         folder = tmp_path / f"run-{kill}"
         said = spawn(processes, train, str(folder), str(mine), kill, workers=workers)[0]
@@ -131,11 +133,11 @@ def test_steps_end_the_loop_and_a_resumed_run_completes_the_epoch(tmp_path: Path
     (whole := tmp_path / "whole").mkdir()
     (mine := tmp_path / "mine").mkdir()
     spawn(1, train, str(tmp_path / "run"), str(whole), None)
-    spawn(1, train, str(tmp_path / "part"), str(mine), None, 6)
+    said = spawn(1, train, str(tmp_path / "part"), str(mine), None, 6)[0]
     assert sorted(files(mine)) == ["epoch-0", "epoch-1"], "the body of a cut epoch runs to its end, and no other begins"
     checkpoint = str(newest(tmp_path / "part/checkpoints")[0])
     again = spawn(1, train, str(tmp_path / "part"), str(mine), None, 6, WEFT_RESUME=checkpoint)[0]
-    assert again == [], "all steps are done"
+    assert again == said[1:], "the body that was cut runs again, with the state it had"
     spawn(1, train, str(tmp_path / "part"), str(mine), None, 12, WEFT_RESUME=checkpoint)
     assert files(mine) == files(whole)
 

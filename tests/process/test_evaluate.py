@@ -145,7 +145,7 @@ def under_servers(early: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["bsp", "asp", "ssp(slack=2)", "downpour(push_every=2, fetch_every=2) / asp"])
+@pytest.mark.parametrize("strategy", ["bsp", "asp", "ssp(slack=2)", "downpour(push=2, fetch=2) / asp"])
 def test_workers_among_servers_evaluate_one_model(strategy: str) -> None:
     """Without lockstep figures are those of the final model, once every worker has taken its last step."""
     rows = spawn(2, under_servers, False, WEFT_STRATEGY=f"{strategy} / parameter_server")[:2]
@@ -161,7 +161,9 @@ def reduces(how: str) -> Any:
     run = weft.init(data="own")
     match how:
         case "sums":
-            return run.sum(n=run.rank, t=torch.tensor([1.0, run.rank])), run.mean(a=float("nan") if run.rank else 3, weight=int(run.rank == 0))
+            return run.sum(n=run.rank, t=torch.tensor([1.0, run.rank])), run.mean(
+                a=float("nan") if run.rank else 3, weight=int(run.rank == 0)
+            )
         case "gather":
             return run.gather(torch.full((run.rank, 2), run.rank, dtype=torch.int16))
         case "other names":

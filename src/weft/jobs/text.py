@@ -140,7 +140,7 @@ def main() -> None:
     args = parse(options, SIZES)
     run = weft.init(steps=200)
     train, held_out = data(args.size, run.seed)
-    model = build(args.size).to(run.device)
+    model = build(args.size)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
@@ -152,7 +152,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     for x, y in run.shard(loader, epochs=None):
         with half:
-            loss = cross_entropy(model(x.to(run.device)), y.to(run.device))
+            loss = cross_entropy(model(x), y)
         loss.backward()
         if args.clip:
             run.clip(args.clip)

@@ -31,8 +31,8 @@ class Passes:
         self.step = 0
         self.share = self.even
         self.accumulating = False
-        self.complete = self.count == 1
-        """Whether `.grad` holds the gradient for `step`."""
+        self.complete = True
+        """Whether no worker's pass is missing in the present step, so that `step` and followers act."""
         self.unstepped = False
         """Whether an exchange has happened without a `step` or `zero_grad` after it."""
         self.within = False

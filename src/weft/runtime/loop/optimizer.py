@@ -26,13 +26,13 @@ class EvaluatedOnce:
 
     def __init__(self, closure: Callable[[], Any]) -> None:
         with torch.enable_grad():
-            self._loss, self._taken = closure(), False
+            self.loss, self._taken = closure(), False
 
     def __call__(self) -> Any:
         if self._taken:
             raise refusals.closure()
         self._taken = True
-        return self._loss
+        return self.loss
 
 
 class PatchedOptimizer:
@@ -78,12 +78,12 @@ class PatchedOptimizer:
         passes.step_called = True
         if not passes.complete:
             self.mode.pass_skipped()
-            return closure() if closure is not None else None
+            return closure.loss if isinstance(closure, EvaluatedOnce) else None
         result = self.mode.step(lambda: self._step(closure) if closure is not None else self._step())
         samples = passes.samples
         passes.stepped()
         self.phases.step_ended(passes.step, samples)
-        return result
+        return closure.loss if isinstance(closure, EvaluatedOnce) else result
 
     def _follow(self, follower: Any) -> None:
         """Let a scheduler, a scaler or an average act only when the optimizer does."""

@@ -23,7 +23,7 @@ class BetweenSteps(Protocol):
         """Whether the run has taken all its steps."""
 
     def resumed(self, epoch: Epoch) -> None:
-        """The loop requests a batch. An earlier attempt may have stopped here."""
+        """The loop requests the first batch of an iteration. An earlier attempt may have stopped within it."""
 
     def stepped(self, epoch: Epoch) -> None:
         """A step is complete, including everything that the loop does after it."""
@@ -105,8 +105,8 @@ class Shard:
                 "had reached it; let an epoch consist of whole steps, or give each worker a process"
             )
         ahead: deque[Dealt] = deque()
+        self.lifecycle.resumed(epoch)
         while not (self.lifecycle.enough() and passes.pass_index == 0):
-            self.lifecycle.resumed(epoch)
             got = (
                 next(feeds[passes.pass_index], None) if self.count is None else self._counted(feeds, self.count, ahead)
             )

@@ -202,7 +202,7 @@ class WorkerRun:
         if self.mode is None or not self._passes.complete or self._passes.unstepped:
             return
         if self.strategy.synchrony.lockstep or not self._ended:
-            self.mode.settle()
+            self.mode.flush()
         else:
             self.mode.fetch_final_model()
 

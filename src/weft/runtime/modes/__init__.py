@@ -92,7 +92,7 @@ class Mode(ABC):
 
     def fetch_final_model(self) -> None:
         """After the last step of all workers: have the model with all of their updates. A collective call."""
-        self.settle()
+        self.flush()
 
     @property
     def accepts_closure(self) -> bool:
