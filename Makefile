@@ -39,9 +39,9 @@ quick: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
-	WEFT_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_strangers.py tests/process/test_shard_service.py \
+	FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_strangers.py tests/process/test_shard_service.py \
 		-k "strangers or liars or garbage or nonsense"
-	WEFT_FUZZ_FRAMES=1000000 WEFT_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
+	FUZZ_FRAMES=1000000 WEFT_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
 		$(BIN)/python -m pytest -s tests/pure/test_fuzz_wire.py -m "slow or not slow"
 

@@ -182,14 +182,13 @@ class Timeouts(Variables):
 
 
 GROUPS: tuple[type[Variables], ...] = (ProcessPlace, RunOptions, LocalLauncher, LabOptions, UserSettings, Timeouts)
-_OF_TESTS = ("WEFT_FUZZ_FRAMES",)
 
 
 def check_names(env: Mapping[str, str] = os.environ) -> None:
     """Raise UserError for a variable that begins with WEFT_ and has no meaning."""
     known = [name for group in GROUPS for name in group.names().values()]
     for name in env:
-        if name.startswith("WEFT_") and name not in known and name not in _OF_TESTS:
+        if name.startswith("WEFT_") and name not in known:
             raise UserError(f"{name} is not a variable of Weft{nearest(name, known)}; unset it")
 
 

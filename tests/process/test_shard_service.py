@@ -35,7 +35,7 @@ from weft.transport.tensor_bytes import raw
 # --- strangers and liars --------------------------------------------------------------------------------------------
 
 
-FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "100000"))
+FRAMES = int(os.environ.get("FUZZ_FRAMES", "100000"))
 
 
 def fingerprint(parts: Sequence[Tensor]) -> str:

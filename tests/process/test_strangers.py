@@ -17,7 +17,7 @@ from weft.transport.messaging.frames import Head, Kind
 # --- unauthenticated connections, and liars with the key --------------------------------------------------------------
 
 
-FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "100000"))
+FRAMES = int(os.environ.get("FUZZ_FRAMES", "100000"))
 
 
 def memory_bytes() -> int:

@@ -1,7 +1,7 @@
 """Whatever arrives in the place of a payload, a decoder refuses it or makes a gradient of it, and writes nowhere else.
 
 Every compressor of the catalogue, alone and wrapped, as a server hears a push and as a worker hears its peers. Frames
-are honest ones, damaged, or garbage; compressor and seed name each. `WEFT_FUZZ_FRAMES` says how many in all; a million
+are honest ones, damaged, or garbage; compressor and seed name each. `FUZZ_FRAMES` says how many in all; a million
 by `make soak`, with kernels that AddressSanitizer and UBSan watch.
 """
 
@@ -28,7 +28,7 @@ from weft.transport import loopback
 from weft.transport.payloads import pack, unpack
 from weft.transport.tensor_bytes import raw
 
-FRAMES = int(os.environ.get("WEFT_FUZZ_FRAMES", "6000"))
+FRAMES = int(os.environ.get("FUZZ_FRAMES", "6000"))
 EVERY = list(dict.fromkeys([*compressors.args[1], *(ErrorFeedback(inner=inner) for inner in lossy)]))
 SHAPES = ((1,), (100,), (11, 13), (2, 3, 4), (64, 8), (257,), (0,), ())
 BUCKETS = (((100,),), ((7,), (30, 5)), ((60, 40), (7,), (31, 50), (2, 3, 4)))

@@ -21,6 +21,10 @@ from weft.runtime.loop.epochs import EpochLoop
 from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 
 
+_FORMERLY: tuple[Any, ...] = (0, False, -1)
+"""Values of an epoch that earlier checkpoints do not hold: `beside`, `repeats` and `loader`."""
+
+
 @dataclass
 class Epoch:
     """One iteration over a loader."""
@@ -207,9 +211,10 @@ class DataPosition:
 
     def load(self, state: list[Any], draws: dict[int, list[Any]], loops: list[Any]) -> None:
         self.epochs, self._left, self._ended = [], [], draws.get(-1, [])
-        for number, (began, consumed, over, stepped, *more) in enumerate(state):
-            epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), again=True)
-            epoch.beside, epoch.repeats, epoch.loader = [*more, *(0, False, -1)[len(more) :]]
+        for number, saved in enumerate(state):
+            began, consumed, over, stepped, beside, repeats, loader = [*saved, *_FORMERLY[len(saved) - 4 :]]
+            epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), beside, again=True)
+            epoch.repeats, epoch.loader = repeats, loader
             self._left.append(epoch)
         self.loops, self._loops_left = [], [EpochLoop(*loop) for loop in loops]
 

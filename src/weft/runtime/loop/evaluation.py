@@ -39,7 +39,8 @@ class Evaluation:
         self.begin, self.moved, self.seen = begin, moved, seen
 
     def __len__(self) -> int:
-        return sum(1 for number in range(len(self.loader)) if self._is_mine(number))  # type: ignore[arg-type]
+        count = len(self.loader)  # type: ignore[arg-type]
+        return sum(map(self._is_mine, range(count)))
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
