@@ -21,10 +21,6 @@ from weft.runtime.loop.epochs import EpochLoop
 from weft.runtime.loop.rng import process_rng_state, set_process_rng_state
 
 
-_FORMERLY: tuple[Any, ...] = (0, False, -1)
-"""Values of an epoch that earlier checkpoints do not hold: `beside`, `repeats` and `loader`."""
-
-
 @dataclass
 class Epoch:
     """One iteration over a loader."""
@@ -212,7 +208,7 @@ class DataPosition:
     def load(self, state: list[Any], draws: dict[int, list[Any]], loops: list[Any]) -> None:
         self.epochs, self._left, self._ended = [], [], draws.get(-1, [])
         for number, saved in enumerate(state):
-            began, consumed, over, stepped, beside, repeats, loader = [*saved, *_FORMERLY[len(saved) - 4 :]]
+            began, consumed, over, stepped, beside, repeats, loader = _completed(saved)
             epoch = Epoch(number, began, consumed, over, stepped, draws.get(number, []), beside, again=True)
             epoch.repeats, epoch.loader = repeats, loader
             self._left.append(epoch)
@@ -225,3 +221,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]
     return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
+
+
+def _completed(saved: list[Any]) -> list[Any]:
+    """An epoch's state; earlier checkpoints do not hold its last values."""
+    return [*saved, *[0, False, -1][len(saved) - 4 :]]

@@ -29,6 +29,7 @@ from weft.runtime.server.prefetch import Prefetcher
 from weft.runtime.server.process import reach, refuse
 from weft.runtime.server.protocol import Hyper
 from weft.runtime.server.pushed_gradient import PushedGradient
+from weft.synchrony import Synchrony
 
 
 class ServerMode(Mode, ABC):
@@ -61,8 +62,7 @@ class ServerMode(Mode, ABC):
                 raise UserError("servers that send by themselves do not reach GPUs yet; use ssp, or --device cpu")
             self.client = GpuServerClient(self.client, self.flat, self.buffers, timeout_s)
         at, self._rejoined = self.client.join(timeout_s)
-        if self._rejoined:  # this worker was lost and continues at the servers' step
-            passes.step = max(passes.step, at)
+        passes.step = max(passes.step, at) if self._rejoined else passes.step  # the servers have gone on
         self._paces = len(strategy.server_topology.worker_groups(ctx.world.workers)) or ctx.world.workers
         """Number of workers, or groups of them, that advance independently."""
         self.started = False
@@ -126,7 +126,6 @@ class ServerMode(Mode, ABC):
 
     def fetch_final_model(self) -> None:
         self._synchronize()
-        self.refresh()
         self.tell([])
         if self.eager is None:
             self._fetch_model()
@@ -233,12 +232,7 @@ class ServerMode(Mode, ABC):
         self._announce()
 
     def _hyper(self) -> Hyper:
-        """The optimizer's numbers, as the synchrony wants them."""
-        numbers = hyper(self.optimizer)
-        for group in numbers:
-            if isinstance(momentum := group.get("momentum"), float | int):
-                group["momentum"] = self.synchrony.momentum(momentum, self._paces)
-        return numbers
+        return hyper_for(self.optimizer, self.synchrony, self._paces)
 
     def _ended(self) -> None:
         self.passes.next()
@@ -291,6 +285,15 @@ class ServerMode(Mode, ABC):
             self.client.leave(self.timeout_s)
         else:
             self.client.close()
+
+
+def hyper_for(optimizer: Optimizer, synchrony: Synchrony, paces: int) -> Hyper:
+    """The optimizer's numbers, as the synchrony wants them."""
+    numbers = hyper(optimizer)
+    for group in numbers:
+        if isinstance(momentum := group.get("momentum"), float | int):
+            group["momentum"] = synchrony.momentum(momentum, paces)
+    return numbers
 
 
 def _flat(name: str, param: Tensor) -> Tensor:
