@@ -85,8 +85,6 @@ class ServerMode(Mode, ABC):
         if self.synchrony.lockstep:
             passes.compare = lambda fingerprint: check_batches([row[0] for row in self.tell([fingerprint])])
 
-    # --- the contract of a mode -------------------------------------------------------------------------------------
-
     @property
     def rejoined(self) -> bool:
         return self._rejoined
@@ -261,8 +259,6 @@ class ServerMode(Mode, ABC):
         self.flush()
         if self.eager is not None:
             self.eager.refresh()
-
-    # --- around it --------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
         """Have the optimizer's state here, as after a step of its own."""
