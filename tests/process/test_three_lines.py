@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.process.commands import WEFT
 from tests.process.harness import ChildError, spawn
 from weft.environment import check_names
 from weft.errors import UserError
@@ -183,3 +184,14 @@ def test_load_reads_the_newest_complete_checkpoint(tmp_path: Path) -> None:
         weft.load(newest)
     with pytest.raises(UserError, match="does not exist"):
         weft.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_launched_script_without_init_is_stopped_at_its_first_step(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(init="", distribute="", shard="data").replace("SGD", kind))
+    done = subprocess.run([*WEFT, "train", str(script), "-n", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "trains without weft.init()" in done.stderr and "trained" not in done.stdout
+    script.write_text(JOB.format(**LINES).replace("SGD", kind))
+    done = subprocess.run([*WEFT, "train", str(script), "-n", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -8,9 +8,8 @@
         optimizer.step(); optimizer.zero_grad()
         run.log(loss=loss)
 
-Model and optimizer stay the user's own objects. `modes/select.py` chooses what this process is (a server, or a process
-with workers) and how the run is carried out. `Run` documents the public methods, which `loop/worker_run.py` or
-`server/process.py` carries out.
+Model and optimizer stay the user's own objects. `modes/select.py` chooses what this process is and how the run is
+carried out. `Run` documents the public methods; `loop/worker_run.py` or `server/process.py` implements them.
 """
 
 from __future__ import annotations
@@ -79,11 +78,13 @@ class Run:
 
     def __init__(self, process: ProcessRun) -> None:
         self._process = process
-        self.world, self.strategy = process.world, process.strategy
-        self.steps, self.seed = process.steps, process.seed
+        self.world, self.seed, self.folder = process.world, process.seed, process.folder
+        self.strategy = process.strategy
+        """How the run is distributed."""
+        self.steps = process.steps
+        """Optimizer steps after which `shard` and `epochs` end; None: not bounded."""
         self.device = process.device
         """The device of the model and the batches."""
-        self.folder = process.folder
 
     @property
     def rank(self) -> int:

@@ -21,16 +21,14 @@ def main() -> None:
     end_group_with_parent()
     place = ProcessPlace.from_env()
     name_process(f"weft-worker-{place.rank}" if place.server is None else f"weft-server-{place.server}")
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
     from weft.runtime import run  # imports torch, which takes seconds
+    from weft.runtime.loop.step_hooks import require_before_step
 
-    def joined(*_: object) -> None:
+    def joined() -> None:
         if not run.joined:
             raise JobError(f"{Path(job).name} trains without weft.init(), so each process works alone; call it first")
-        uninitialized.remove()
 
-    uninitialized = register_optimizer_step_pre_hook(joined)
+    require_before_step(joined)
     _show_log()
     job = sys.argv[1]
     sys.argv = sys.argv[1:]

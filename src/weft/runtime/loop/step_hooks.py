@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -15,6 +20,11 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
         return True
     everyone = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in everyone)
+
+
+def require_before_step(check: Callable[[], None]) -> RemovableHandle:
+    """Call `check` before each step of every optimizer; it raises the reason why there must be none."""
+    return register_optimizer_step_pre_hook(lambda *_: check())
 
 
 @contextmanager

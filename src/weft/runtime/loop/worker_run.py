@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.environment import Timeouts
 from weft.errors import UserError
@@ -39,6 +38,7 @@ from weft.runtime.loop.reductions import Reductions
 from weft.runtime.loop.rng import seed_everything
 from weft.runtime.loop.sample_shares import Count
 from weft.runtime.loop.shard import Shard
+from weft.runtime.loop.step_hooks import require_before_step
 from weft.runtime.modes import Mode, RunContext
 from weft.runtime.record.clock import Clock
 from weft.runtime.record.describe import describe_model, open_recorder
@@ -108,7 +108,7 @@ class WorkerRun:
         self._own_data, self._reductions = own_data, Reductions(transport)
         self._report: dict[str, Any] = {}
         self._closed = False
-        self._early = register_optimizer_step_pre_hook(refuse_early_step)
+        self._early = require_before_step(refuse_early_step)
         atexit.register(self._exit)
 
     @property
@@ -285,7 +285,7 @@ class WorkerRun:
         return self.transport.talk is not None and self.transport.talk.silent is not None
 
 
-def refuse_early_step(*_: Any) -> None:
+def refuse_early_step() -> None:
     raise refusals.stepped_early()
 
 

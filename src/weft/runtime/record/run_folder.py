@@ -133,7 +133,10 @@ def summary(folder: Path) -> dict[str, Any]:
             for name, values in series.items():
                 values.append(last[name])
     if last is None:
-        raise UserError(f"{folder} has no steps, because the run ended before its first; train again")
+        raise UserError(
+            f"{folder} has no optimizer step: the script ended before its first; call run.distribute(model, "
+            "optimizer), and check that the loader gives batches"
+        )
     with _understood(folder):
         row = _row(folder, environment, series, last)
     if (folder / "report.json").exists():
