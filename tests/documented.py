@@ -10,65 +10,52 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TINY = "-- --size tiny"
-SHORT = "--steps 10 --seeds 1 --links auto"
 
 RUN = {
     "README.md": {
         "weft train job.py -n 2": "",
-        "weft compare job.py --hosts 4 --bandwidth 100mbit": f'"bsp / direct" --hosts 2 {SHORT}',
         'weft train wide -n 2 --steps 40 --strategy "bsp / ring / cast"': TINY,
         'weft check "bsp / direct / int8 / priority"': "",
         'weft check "asp / ring"': "",
-        'weft compare wide "bsp / direct" "bsp / direct / int8" --peers ddp --hosts 2 --bandwidth 100mbit': (
-            f"{SHORT} {TINY}"
-        ),
         'weft train wide -n 2 --steps 40 --strategy "bsp / direct / priority"': TINY,
         'weft train wide -n 4 --steps 40 --strategy "ssp(slack=4) / parameter_server(servers=2)"': TINY,
         "weft train wide -n 4 --steps 100 --save-every 50 --out runs/mine": TINY,
         "weft train --resume runs/mine --processes 2 --steps 200": "",
         "weft train text -n 2 --steps 40 --system horovod": TINY,
         "weft systems --status runs": "",
-        "weft doctor": "",
     },
     "docs/reliability.md": {
         "weft train job.py -n 4 --save-every 20 --steps 24 --out runs/mine": "",
         "weft train --resume runs/mine --steps 28": "",
         "weft train --resume runs/mine --processes 2 --steps 32": "",
     },
-    "docs/lab.md": {
-        'weft compare wide "bsp / ring" "bsp / ring / cast" --peers ddp --hosts 4 --bandwidth 1gbit': (
-            f"--hosts 2 {SHORT} {TINY}"
-        ),
-    },
-    "docs/tracking.md": {
-        "weft train wide -n 2 --steps 8 --out runs/first -- --size tiny": "",
-        "weft export runs/first --to csv": "",
-        "weft export runs/first --to tensorboard": "",
-        "weft export runs/first --to mlflow": "",
-        "weft export runs/first --to mlflow --out mlruns": "",
-    },
 }
 """By page, commands that `tests/process/test_documented_commands.py` runs, and the arguments that make them short."""
 
+COMPARED = "tests/net/test_compare.py::test_keys"
+HOSTS = "tests/net/test_compare.py::test_train_on_an_emulated_cluster_with_a_straggler"
+LAB = "tests/net/test_compare.py::test_a_lab_to_look_around_in"
+NODES = "tests/process/test_launch.py::test_two_nodes_meet_and_only_on_the_address_given"
+SERVER_NODES = "tests/net/test_join.py::test_by_nodes_the_last_ranks_are_servers"
+EXPORT = "tests/process/test_export_doctor.py::"
+
 COVERED = {
-    "weft train text --hosts 4 --bandwidth 100mbit --link 2=10mbit --slow 3=4x": (
-        "tests/net/test_compare.py::test_train_on_an_emulated_cluster_with_a_straggler"
+    "weft compare job.py --hosts 4 --bandwidth 100mbit": "tests/process/test_tutorial.py::test_everything_on_the_page",
+    'weft compare wide "bsp / direct" "bsp / direct / int8" --peers ddp --hosts 2 --bandwidth 100mbit': COMPARED,
+    'weft compare wide "bsp / ring" "bsp / ring / cast" --peers ddp --hosts 4 --bandwidth 1gbit': COMPARED,
+    "weft train text --hosts 4 --bandwidth 100mbit --link 2=10mbit --slow 3=4x": HOSTS,
+    "weft lab up --hosts 4": LAB,
+    "weft lab exec 1 -- ip addr": LAB,
+    "weft lab down": LAB,
+    "weft train job.py -n 8 --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29500 --network trusted --out /shared/run": (
+        NODES
     ),
-    "weft lab up --hosts 4": "tests/net/test_compare.py::test_a_lab_to_look_around_in",
-    "weft lab exec 1 -- ip addr": "tests/net/test_compare.py::test_a_lab_to_look_around_in",
-    "weft lab down": "tests/net/test_compare.py::test_a_lab_to_look_around_in",
-    **{
-        f"weft train job.py -n 8 --nodes 2 --node-rank {rank} --rendezvous 10.0.0.1:29500 "
-        "--network trusted --out /shared/run": (
-            "tests/process/test_launch.py::test_two_nodes_meet_and_only_on_the_address_given"
-        )
-        for rank in (0, 1)
-    },
-    "weft key /home/me/run.key": "tests/net/test_join.py::test_by_nodes_the_last_ranks_are_servers",
+    "weft train job.py -n 8 --nodes 2 --node-rank 1 --rendezvous 10.0.0.1:29500 --network trusted --out /shared/run": (
+        NODES
+    ),
+    "weft key /home/me/run.key": SERVER_NODES,
     'weft train job.py -n 6 --strategy "asp / parameter_server(servers=2)" --key-file run.key --nodes 4 --node-rank R '
-    "--rendezvous 10.0.0.1:29500 --out /shared/run": (
-        "tests/net/test_join.py::test_by_nodes_the_last_ranks_are_servers"
-    ),
+    "--rendezvous 10.0.0.1:29500 --out /shared/run": SERVER_NODES,
     "weft join 10.0.0.1:29500 --key-file run.key": (
         "tests/net/test_join.py::test_by_hand_whoever_has_the_key_gets_a_seat"
     ),
@@ -76,18 +63,23 @@ COVERED = {
     "--nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 job.py": (
         "tests/net/test_join.py::test_under_torchrun_the_last_ranks_are_servers"
     ),
-    "weft export runs/first --to mlflow --out http://tracking.example:5000": (
-        "tests/process/test_export_doctor.py::test_mlflow_over_http"
+    "weft train wide -n 2 --steps 8 --out runs/first -- --size tiny": f"{EXPORT}test_csv_holds_the_events",
+    "weft export runs/first --to csv": f"{EXPORT}test_csv_holds_the_events",
+    "weft export runs/first --to tensorboard": (
+        f"{EXPORT}test_tensorboard_reads_the_scalars_back_even_after_a_second_export"
     ),
+    "weft export runs/first --to mlflow": f"{EXPORT}test_mlflow_reads_metrics_and_parameters_back",
+    "weft export runs/first --to mlflow --out http://tracking.example:5000": f"{EXPORT}test_mlflow_over_http",
+    "weft doctor": f"{EXPORT}test_doctor_needs_only_what_is_required_and_leaves_nothing",
 }
-"""Commands that need addresses or a cluster: the test that runs the same with others."""
+"""Commands that another test runs, with addresses, jobs and sizes of its own."""
 
 TUTORIAL = "docs/tutorial.md"
 """Its commands are run by `tests/process/test_tutorial.py`."""
 
 _BLOCK = re.compile(r"(?m)(?:^<!-- ([^>]*) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL)
 _COMMAND = re.compile(
-    r'(?:\w+=(?:"[^"]*"|\S+) )*(?:\.venv/bin/)?(?:weft|python3?|pip|pytest|make|torchrun|tensorboard|mlflow|srun)\b"
+    r'(?:\w+=(?:"[^"]*"|\S+) )*(?:\.venv/bin/)?(?:weft|python3?|pip|pytest|make|torchrun|tensorboard|mlflow|srun)\b'
 )
 _MARK = re.compile(r"by hand: \d{4}-\d\d-\d\d|untested: .+")
 
