@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.documented import ROOT, TUTORIAL, scripts, shown
 from tests.process.commands import Command
 
-SHORTER = {"compare": ["--links", "auto"]}
+SHORTER = {"compare": ["bsp / direct", "--links", "auto"]}
+"""One strategy in place of the default ones, and links as the system allows."""
 
 
 def test_everything_on_the_page(scratch: Path, weft: Command) -> None:
