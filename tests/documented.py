@@ -13,7 +13,6 @@ TINY = "-- --size tiny"
 
 RUN = {
     "README.md": {
-        "weft train job.py -n 2": "",
         'weft train wide -n 2 --steps 40 --strategy "bsp / ring / cast"': TINY,
         'weft check "bsp / direct / int8 / priority"': "",
         'weft check "asp / ring"': "",
@@ -21,13 +20,7 @@ RUN = {
         'weft train wide -n 4 --steps 40 --strategy "ssp(slack=4) / parameter_server(servers=2)"': TINY,
         "weft train wide -n 4 --steps 100 --save-every 50 --out runs/mine": TINY,
         "weft train --resume runs/mine --processes 2 --steps 200": "",
-        "weft train text -n 2 --steps 40 --system horovod": TINY,
         "weft systems --status runs": "",
-    },
-    "docs/reliability.md": {
-        "weft train job.py -n 4 --save-every 20 --steps 24 --out runs/mine": "",
-        "weft train --resume runs/mine --steps 28": "",
-        "weft train --resume runs/mine --processes 2 --steps 32": "",
     },
 }
 """By page, commands that `tests/process/test_documented_commands.py` runs, and the arguments that make them short."""
@@ -39,8 +32,18 @@ NODES = "tests/process/test_launch.py::test_two_nodes_meet_and_only_on_the_addre
 SERVER_NODES = "tests/net/test_join.py::test_by_nodes_the_last_ranks_are_servers"
 EXPORT = "tests/process/test_export_doctor.py::"
 
+RESUME = "tests/process/test_resume.py::test_a_run_that_is_through_goes_on_with_more_steps"
+PAGE = "tests/process/test_tutorial.py::test_everything_on_the_page"
+
 COVERED = {
-    "weft compare job.py --hosts 4 --bandwidth 100mbit": "tests/process/test_tutorial.py::test_everything_on_the_page",
+    "weft train job.py -n 2": PAGE,
+    "weft compare job.py --hosts 4 --bandwidth 100mbit": PAGE,
+    "weft train text -n 2 --steps 40 --system horovod": "tests/process/test_systems.py::test_the_mechanism_is_seen",
+    "weft train job.py -n 4 --save-every 20 --steps 24 --out runs/mine": RESUME,
+    "weft train --resume runs/mine --steps 28": RESUME,
+    "weft train --resume runs/mine --processes 2 --steps 32": (
+        "tests/process/test_documented_commands.py::test_commands_of_a_page"
+    ),
     'weft compare wide "bsp / direct" "bsp / direct / int8" --peers ddp --hosts 2 --bandwidth 100mbit': COMPARED,
     'weft compare wide "bsp / ring" "bsp / ring / cast" --peers ddp --hosts 4 --bandwidth 1gbit': COMPARED,
     "weft train text --hosts 4 --bandwidth 100mbit --link 2=10mbit --slow 3=4x": HOSTS,

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import ROOT, RUN, scripts, shown
+from tests.documented import ROOT, RUN, shown
 from tests.process.commands import Command
 
 
 @pytest.mark.parametrize("page", RUN)
 def test_commands_of_a_page(page: str, scratch: Path, weft: Command) -> None:
-    (scratch / "job.py").write_text(scripts()["job.py"])
     for each in shown(ROOT / page):
         if each.line in RUN[page]:
             done = weft(*shlex.split(f"{each.line} {RUN[page][each.line]}")[1:], cwd=scratch)
