@@ -1,10 +1,10 @@
-# make run | test | quick | install | soak | gpu | lint | clean        needs Python 3.11 or newer and nothing else
+# make run | test | quick | install | docs | soak | gpu | lint | clean        needs Python 3.11 or newer and nothing else
 PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: run test quick install soak gpu lint clean chromium
+.PHONY: run test quick install docs soak gpu lint clean chromium
 
 test quick soak: export CUDA_VISIBLE_DEVICES =  # these suites are of the CPU, on a machine with a GPU as well
 
@@ -37,6 +37,12 @@ test: lint chromium
 quick: $(STAMP)
 	$(BIN)/python -m pytest tests/test_tiny.py tests/pure
 
+# the generated pages, and all of the documentation as a site in build/docs; nothing is fetched while it is built
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python docs/generate.py
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs
+
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m slow
 	FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/process/test_strangers.py tests/process/test_shard_service.py \
@@ -50,4 +56,4 @@ gpu:
 	PYTHONPATH=src python3 bench/overhead.py --gpu
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build

@@ -1,4 +1,4 @@
-"""Weft: a way of distributing PyTorch training is one value. Run it, compare it, name it after a published system."""
+"""Weft: distribute PyTorch training with one line, and compare strategies on emulated links of your speed."""
 
 from __future__ import annotations
 

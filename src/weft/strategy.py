@@ -35,11 +35,17 @@ class Strategy:
     """One answer per question."""
 
     partition: Partition = dataclasses.field(default_factory=lambda: default("partition"))
+    """Where the model lives."""
     optimization: Optimization = dataclasses.field(default_factory=lambda: default("optimization"))
+    """Whose optimizer steps, and what is merged."""
     synchrony: Synchrony = dataclasses.field(default_factory=lambda: default("synchrony"))
+    """When a worker may start its next step."""
     topology: Topology = dataclasses.field(default_factory=lambda: default("topology"))
+    """Who talks to whom."""
     compression: Compressor = dataclasses.field(default_factory=lambda: default("compression"))
+    """What goes on the wire."""
     schedule: Schedule = dataclasses.field(default_factory=lambda: default("schedule"))
+    """In which order it leaves."""
 
     @classmethod
     def of(cls, *answers: Answer) -> Strategy:

@@ -243,7 +243,7 @@ def test_refusals_are_one_sentence(
 def test_a_missing_tracker_names_the_extra(run: Path, tmp_path: Path, target: str) -> None:
     before = sorted(run.iterdir())
     said = refusal("export", run, "--to", target, cwd=tmp_path, PYTHONPATH=blocker(tmp_path, target))
-    assert 'pip install "weft[track]"' in said
+    assert f"pip install {target}" in said  # mlflow-skinny for mlflow
     assert sorted(run.iterdir()) == before
 
 

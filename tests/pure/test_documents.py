@@ -74,10 +74,10 @@ def test_each_hop_of_the_walks_exists(name: str, file: str) -> None:
 
 @every_page
 def test_files_exist(page: Path) -> None:
-    """Paths in backticks; `job.py` and the folder `mine` belong to a user."""
+    """Paths in backticks; `job.py`, `loop.py` and the folder `mine` belong to a user."""
     named = set(re.findall(r"`(?:python3? )?([\w./]*\w\.(?:py|cpp|md))[`\s]", page.read_text(encoding="utf-8")))
     tests = {file.name for file in (ROOT / "tests").rglob("*.py")}
-    ours = {name for name in named - tests if name != "job.py" and not name.startswith("mine/")}
+    ours = {name for name in named - tests if name not in ("job.py", "loop.py") and not name.startswith("mine/")}
     assert not {name for name in ours if not any((home / name).exists() for home in HOMES)}
 
 
@@ -127,6 +127,12 @@ def test_other_measurements_are_dated_and_listed() -> None:
         assert re.search(r"`(?:PYTHONPATH=src )?(?:weft compare|python3?) ", file.read_text(encoding="utf-8")), (
             file.name
         )
+
+
+def test_the_landing_page_leads_to_every_page() -> None:
+    entries = set(re.findall(r"(?m)^(?:\w+ <)?([\w./]+)>?$", (ROOT / "docs/index.md").read_text(encoding="utf-8")))
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert entries == pages | {"../README", "../CONTRIBUTING", "../CHANGELOG"}
 
 
 def test_the_glossary_names_files_that_exist() -> None:

@@ -250,9 +250,10 @@ def mlflow() -> Check:
 
 
 def _extra(module: str, *packages: str) -> Check:
-    """Check for a package of the extra `weft[track]` without importing it."""
+    """Check for a package of the extra `track` without importing it."""
     if importlib.util.find_spec(module) is None:
-        return Check(module, False, "not installed", 'pip install "weft[track]", for `weft export`', required=False)
+        remedy = f"for `weft export`, run `pip install {packages[0]}`"
+        return Check(module, False, "not installed", remedy, required=False)
     for package in packages:
         try:
             return Check(module, True, f"{package} {importlib.metadata.version(package)}", required=False)

@@ -110,7 +110,7 @@ def _print_results(show: Console, found: Comparison) -> None:
     one = found.result["one_host"]
     show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
     show.print(f"{found.result['compute']} compute on {found.result['machine']['cores']} cores")
-    show.print(f"report: {found.report}" if found.report else 'report: needs matplotlib; pip install "weft[report]"')
+    show.print(f"report: {found.report}" if found.report else "report: needs matplotlib; run `pip install matplotlib`")
 
 
 def _systems(names: list[str], group: str | None) -> list[Contender]:

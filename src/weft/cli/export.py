@@ -96,7 +96,7 @@ def _wall_s(event: dict[str, Any], started_s: float | None) -> float | None:
 
 
 def _missing(package: str) -> UserError:
-    return UserError(f'{package} is not installed, or cannot be imported; pip install "weft[track]"')
+    return UserError(f"{package} is not installed, or cannot be imported; run `pip install {package}`")
 
 
 # --- targets --------------------------------------------------------------------------------------------------------

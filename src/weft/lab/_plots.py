@@ -69,7 +69,7 @@ def drawing() -> Iterator[None]:
         import matplotlib
         import matplotlib.figure
     except ImportError:
-        raise UserError('the report needs matplotlib; pip install "weft[report]"') from None
+        raise UserError("the report needs matplotlib; run `pip install matplotlib`") from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(LOOK)

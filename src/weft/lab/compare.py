@@ -45,15 +45,18 @@ _SURVEY_STEPS = 10
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found: its rows, its folder, its report."""
+    """The result of a comparison; a notebook shows its report."""
 
     result: dict[str, Any]
+    """All figures, as in `compare.json`."""
     folder: Path
+    """The result folder."""
     report: Path | None
     """The HTML file; None where it could not be drawn."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """The figures of each contender; docs/lab.md lists the keys."""
         return list(self.result["rows"])
 
     def _repr_html_(self) -> str:

@@ -34,19 +34,30 @@ class CompareSpec:
 
     job: str
     args: tuple[str, ...] = ()
+    """Arguments of the job."""
     contenders: tuple[Contender, ...]
     hosts: int = 4
+    """Number of emulated hosts, with one worker each."""
     bandwidth: str = "1gbit"
+    """Rate of every link."""
     links: Mapping[int, str] = field(default_factory=dict)
+    """Other rates, by host: `{2: "100mbit"}`."""
     slow: tuple[str, ...] = ()
+    """Slow hosts: `("3=4x", "all=4x@10%")`."""
     compute: Compute = "real"
+    """`real`, or `sleep`: compute is replaced by its measured duration."""
     profile: Profile | None = None
-    """For sleeping compute; None: measured first."""
+    """Durations for sleeping compute; None: measured first."""
     steps: int = 30
+    """Optimizer steps of each run; the first five are warm-up."""
     seeds: int = 2
+    """Number of seeds; every contender runs once with each."""
     target_loss: float | None = None
+    """Measure the time to reach this loss."""
     network: Links = "emulated"
+    """`emulated`; `loopback`: without shaped links; `auto`: loopback if emulation is impossible."""
     out: str | Path | None = None
+    """Result folder; a new one in `runs/` by default."""
     command: str = ""
 
     @property

@@ -13,7 +13,7 @@ from weft.optimization import Exchange, LocalSteps, Side, State
 @final
 @dataclass(frozen=True, kw_only=True)
 class Downpour(LocalSteps):
-    """The servers' optimizer steps with sums of gradients, of workers that step copies of it [Dean et al. 2012].
+    """Workers train copies of the model, and servers step with sums of their gradients [Dean et al. 2012].
 
     In each step a worker accumulates its own gradient, and updates its copy by the learning rate times the gradient,
     whatever the optimizer is. Every `push` steps the sum is sent to the servers, without waiting; every `fetch` steps

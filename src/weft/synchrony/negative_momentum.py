@@ -9,7 +9,7 @@ from weft.synchrony import Wrapper
 @final
 @dataclass(frozen=True, kw_only=True)
 class NegativeMomentum(Wrapper):
-    """Asynchrony of m workers acts like a momentum of 1 - 1/m, which is subtracted [Mitliagkas et al. 2016].
+    """Subtracts the momentum of 1 - 1/m that m asynchronous workers imply [Mitliagkas et al. 2016].
 
     If the loop's momentum is smaller than that, the result is negative.
     """

@@ -14,7 +14,7 @@ from weft.topology._requests import push_and_pull
 @final
 @dataclass(frozen=True, kw_only=True)
 class Colocated(ServerTopology):
-    """Every worker's host keeps a share of the model too, in a server beside the worker.
+    """A server on every worker's host keeps a share of the model.
 
     A host's link carries (n-1)/n of the gradients out and as much of the model back, both ways: 2 (n-1)/n S, as with a
     ring, and no hosts are needed but the workers'.
@@ -23,7 +23,7 @@ class Colocated(ServerTopology):
     exact: ClassVar[bool] = True
 
     encrypted: bool = False
-    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
+    """Also encrypt on a trusted network. Other networks are always encrypted, and traffic within a machine never is."""
 
     @property
     def encrypts(self) -> bool:

@@ -15,7 +15,7 @@ from weft.topology._parts import bounds, pairwise, pairwise_seconds
 @final
 @dataclass(frozen=True, kw_only=True)
 class Direct(CollectiveTopology):
-    """Everyone sends each owner its share, the owner adds in one fixed binary tree, everyone fetches the sums.
+    """Each worker owns a share of the sum: it receives that share from all, adds in a fixed tree, and returns it.
 
     The bytes of a ring in 2 rounds instead of 2(n-1): 2(a + (n-1)/n S/b). Because the tree is over logical ranks,
     a sum has the same bits on any number of processes, with any buckets and any schedule.

@@ -14,7 +14,7 @@ from weft.topology._parts import fold, fold_groups, pairwise, pairwise_seconds, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class HalvingDoubling(CollectiveTopology):
-    """Pairs exchange halves, then quarters, and hand the sums out the same way back: few rounds and few bytes.
+    """Pairs exchange halves, then quarters, and distribute the sums in reverse: few rounds and few bytes.
 
     [Rabenseifner 2004]: 2 lg n a + 2(n-1)/n S/b; where n is no power of two, the surplus folds: + 2(a + S/b).
     """

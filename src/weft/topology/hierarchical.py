@@ -29,7 +29,7 @@ class Hierarchical(ServerTopology):
     servers: int = 1
     """k: the number of servers, on hosts of their own."""
     encrypted: bool = False
-    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
+    """Also encrypt on a trusted network. Other networks are always encrypted, and traffic within a machine never is."""
 
     def __post_init__(self) -> None:
         for name, value in (("groups", self.groups), ("servers", self.servers)):

@@ -15,16 +15,16 @@ from weft.topology._requests import push_and_pull, round_trip_seconds
 class ParameterServer(ServerTopology):
     """Servers of their own keep the model, a share each, and step its optimizer [Li et al. 2014].
 
-    Workers push gradients and pull parameters: S bytes each way for a worker, n S / k for each of k servers, whose
-    ports are what limits where k < n.
+    Workers push gradients and pull parameters: S bytes each way for a worker, n S / k for each of k servers. If k < n,
+    the servers' links are the bottleneck.
     """
 
     exact: ClassVar[bool] = True
 
     servers: int = 1
-    """k: how many, on hosts of their own; 0: one for each worker."""
+    """k: the number of servers, on hosts of their own; 0: one for each worker."""
     encrypted: bool = False
-    """Also encrypt on a trusted network. On others messages are always encrypted, within a machine never."""
+    """Also encrypt on a trusted network. Other networks are always encrypted, and traffic within a machine never is."""
 
     def __post_init__(self) -> None:
         if self.servers < 0:

@@ -11,9 +11,9 @@ from weft.topology._parts import bounds, pairwise, pairwise_seconds
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ring(CollectiveTopology):
-    """Parts go around a ring, once adding and once handing out; the library's own all-reduce where there is one.
+    """Ring all-reduce: parts travel around a ring to be added, and once more to be distributed.
 
-    [Patarasuk & Yuan 2009]: 2(n-1)(a + S/(n b)).
+    Training uses the collective library's own. [Patarasuk & Yuan 2009]: 2(n-1)(a + S/(n b)).
     """
 
     exact: ClassVar[bool] = False

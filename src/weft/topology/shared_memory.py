@@ -11,8 +11,8 @@ from weft.topology import MemoryTopology
 class SharedMemory(MemoryTopology):
     """Workers of one host train one model in memory that they share, without locks [Niu et al. 2011].
 
-    Each worker's optimizer steps the model where it lies, whatever the others do meanwhile: some of what they write is
-    overwritten, which matters little where they seldom touch the same values. Nothing is sent.
+    Each worker's optimizer steps the model in place, without waiting. Concurrent updates may overwrite each other,
+    which matters little if they seldom touch the same values. Nothing is sent.
     """
 
     exact: ClassVar[bool] = False

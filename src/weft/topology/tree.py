@@ -12,7 +12,7 @@ from weft.topology.direct import Direct
 @final
 @dataclass(frozen=True, kw_only=True)
 class Tree(CollectiveTopology):
-    """Gradients are added up a binomial tree and the sum comes down it again [Iandola et al. 2016].
+    """Reduces gradients up a binomial tree, and broadcasts the sum down it [Iandola et al. 2016].
 
     One server's 2 n S becomes 2 ceil(lg n) S: 2 ceil(lg n) (a + S/b) where n is a power of two.
     """
