@@ -31,8 +31,10 @@ lint: $(STAMP)
 chromium:
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium)
 
+# two at a time: starting and ending runs leaves cores idle; alone what measures links
 test: lint chromium
-	$(BIN)/python -m pytest tests --ignore tests/gpu
+	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/net --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/net
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest tests/test_tiny.py tests/pure
