@@ -43,6 +43,7 @@ class _WithJob(TyperCommand):
         return super().parse_args(ctx, args[:at])
 
 
+MISSING = "–"
 StrategiesArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -217,13 +218,14 @@ def _table(rows: Sequence[Row], width: int) -> Table:
     """The rows as a terminal table, fastest first, with as many columns as fit beside the names."""
     names = min(max(len(row.name) for row in rows), max(20, width // 3))
     left = width - names
-    chosen = [column for column in _columns(rows) if (left := left - len(column[0]) - 2) >= 0]
+    filled = [column for column in _columns(rows) if any(column[1](row) != MISSING for row in rows)]
+    chosen = [column for column in filled if (left := left - len(column[0]) - 2) >= 0]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     table.add_column("", overflow="fold", min_width=names)
     for head, _ in chosen:
         table.add_column(head, justify="right", no_wrap=True)
     for row in by_step(rows):
-        cells = [text(row) for _, text in chosen] if row.step_s is not None else ["–"]
+        cells = [text(row) for _, text in chosen] if row.step_s is not None else [MISSING]
         table.add_row(escape(row.name), *cells)
     return table
 
@@ -240,19 +242,18 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
         ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),
         ("bound ms", lambda row: _ms(row.bound_s)),
         ("exposed ms", lambda row: _ms(row.exposed_s)),
+        ("busiest link", lambda row: _text(row.wire_bytes_link, bytes_text)),
     ]
-    if any(row.wire_bytes_link is not None for row in rows):
-        columns.append(("busiest link", lambda row: _text(row.wire_bytes_link, bytes_text)))
     if any(row.time_to_target_s is not None for row in rows):
         columns.insert(1, ("to target s", _to_target))
     return columns
 
 
 def _to_target(row: Row) -> str:
-    return _text(row.time_to_target_s, "{:.1f}".format, "–" if row.kind == "one host" else "not reached")
+    return _text(row.time_to_target_s, "{:.1f}".format, MISSING if row.kind == "one host" else "not reached")
 
 
-def _text(value: float | None, text: Callable[[float], str], missing: str = "–") -> str:
+def _text(value: float | None, text: Callable[[float], str], missing: str = MISSING) -> str:
     return text(value) if value is not None else missing
 
 

@@ -139,7 +139,10 @@ def _runs(
     out: Path,
     watch: Callable[[Progress], None],
 ) -> None:
-    """One host first, then rounds; computing alone is measured in every round, as one contender among others."""
+    """One host first, then rounds; computing alone is measured in every round, as one contender among others.
+
+    With sleeping compute, one host first measures the profile and then sleeps by it, as the others do.
+    """
 
     def once(contender: Contender, task: Task, seed: int, name: str, **more: Any) -> Sample:
         def on_event(event: dict[str, Any]) -> None:
@@ -161,6 +164,8 @@ def _runs(
     if spec.compute == "sleep":
         progress.profile = spec.profile or Profile.read(profile_file)
         progress.profile.write(profile_file)
+    if measured and progress.profile:
+        progress.one_host = once(one, replace(short, profile=progress.profile), 0, "one-host-asleep", hosts=1)
     task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=progress.profile)
     progress.expected_s = _expected(spec, progress, startup)
     watch(progress)
