@@ -134,7 +134,7 @@ def _draw_steps(result: Result) -> Figure | None:
     return figure
 
 
-_BAR, _STEPS_TOP, _MOST_STRETCHED = 42.0, 42.0, 4.0
+_BAR, _STEPS_TOP, _MOST_STRETCHED = 42.0, 42.0, 2.0
 _PAPER: dict[str, Any] = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
 """Behind a text that a line may cross."""
 

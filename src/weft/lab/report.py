@@ -111,7 +111,7 @@ def _page(result: Result, plots: dict[str, str]) -> str:
         no_loss = "sleeping compute does not train, so no row has a loss"
     lead = escape(setting(result)).replace(" · ", "&nbsp;· ")
     sections = [
-        f'<h1>{escape(headline(result))}</h1>\n<p class="soft lead">{lead}</p>\n{_remarks(result)}',
+        f'<h1>{_unbroken(headline(result))}</h1>\n<p class="soft lead">{lead}</p>\n{_remarks(result)}',
         _table(result),
         _plot("Where the time of a step goes", "step", plots, "No bars: no row finished."),
         _plot("Loss against time and against bytes", "loss", plots, f"No curves: {no_loss}."),
@@ -174,7 +174,7 @@ def _about(result: Result) -> str:
 
 def _servers(result: Result) -> list[str]:
     """What parameter servers saw, where there were some: how late gradients were, who waited for whom."""
-    rows = [(row, seen) for row in rows_of(result) if (seen := row.asynchrony)]
+    rows = [(row, seen) for row in by_step(rows_of(result)) if (seen := row.asynchrony)]
     if not rows:
         return []
     heads = (
@@ -249,12 +249,17 @@ def _step(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    """A strategy's name, which may break where a bracket opens."""
-    return escape(row.name).replace("(", "(<wbr>")
+    """A strategy's name, which may also break where a bracket opens."""
+    return _unbroken(row.name).replace("(", "(<wbr>")
+
+
+def _unbroken(text: str) -> str:
+    """Strategies break behind a slash, not before it."""
+    return escape(text).replace(" / ", "&nbsp;/ ")
 
 
 def _sentences(result: Result) -> str:
-    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row.sentence or MISSING)}</dd>" for row in rows_of(result))
+    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row.sentence or MISSING)}</dd>" for row in by_step(rows_of(result)))
     return "<h2>What each row is</h2>\n<dl>\n" + "\n".join(pairs) + "\n</dl>"
 
 
