@@ -64,6 +64,12 @@ def test_the_fastest_row_is_marked_and_errors_span_the_table(page: str) -> None:
     assert heads == 12 and f'class="error" colspan="{heads - 1}"' in page
 
 
+def test_without_a_clear_winner_no_row_is_marked(tmp_path: Path) -> None:
+    given = {**sample(), "rows": [row("a", 0.50), row("b", 0.53)], "curves": {}, "timelines": {}}
+    text = report.write_report(given, tmp_path).read_text(encoding="utf-8")
+    assert "No clear winner" in text and 'class="best"' not in text and ">fastest<" not in text
+
+
 def test_rows_are_sorted_and_one_host_stands_among_them(page: str) -> None:
     names = re.findall(r'<tr class="(?:best|row|alone)"><th scope="row">([^<]*?) ?<', page.replace("&nbsp;", " "))
     assert names == ["bsp / ring / cast", "bsp / ring", "ddp", "one host alone", "&lt;b&gt;asp&lt;/b&gt; / $\\frac$"]

@@ -153,7 +153,8 @@ def _draw_step(axes: Axes, row: Row, top: float) -> None:
     parts = [(0, computing), (computing, step - computing)]
     axes.broken_barh(parts, (top + 16, 12), facecolors=[hue, pale(hue)], linewidth=0)
     axes.errorbar(step, top + 22, xerr=spread, color=INK, linewidth=1, capsize=2.5)
-    axes.text(step + spread, top + 25, f"  {ms(row.step_s)} ms", va="baseline")
+    at: dict[str, Any] = {"xy": (step + spread, top + 25), "xytext": (7, 0), "textcoords": "offset points"}
+    axes.annotate(f"{ms(row.step_s)} ms", va="baseline", bbox=_PAPER, **at)
     if row.bound_s is not None:
         bound = row.bound_s * 1e3
         axes.plot([bound, bound], [top + 14.5, top + 30], color=INK, linewidth=2, solid_capstyle="butt")

@@ -11,7 +11,7 @@ from typing import Any
 from weft.lab import learning
 from weft.lab._plots import PLOTS, drawing, inline_svg
 from weft.lab.rows import Result, Row, by_step, one_host_row, rows_of
-from weft.lab.verdict import headline, ranked, remarks
+from weft.lab.verdict import fastest, headline, remarks
 from weft.lab.words import bit_rate, counted, listed, ms, plain
 from weft.units import bytes_text
 
@@ -144,10 +144,10 @@ def _plot(title: str, name: str, plots: dict[str, str], otherwise: str) -> str:
 
 def _table(result: Result) -> str:
     columns = _columns(result)
-    order, alone = ranked(result), one_host_row(result)
+    winner, alone = fastest(result), one_host_row(result)
     lines = []
     for row in by_step([*rows_of(result), *([alone] if alone else [])]):
-        best = len(order) > 1 and row.name == order[0].name
+        best = len(result["rows"]) > 1 and row == winner
         tags = ["fastest"] * best + ["peer"] * (row.kind == "peer")
         tags += [f"{row.compute} compute"] * (row.compute != result["compute"])
         name = " ".join([_name(row), *(f'<span class="tag">{escape(tag)}</span>' for tag in tags)])

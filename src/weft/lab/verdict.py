@@ -29,6 +29,12 @@ def headline(result: Result) -> str:
     return _Verdict(result, order).text() + (f"; {failed} of {len(rows)} rows did not finish" if failed else "")
 
 
+def fastest(result: Result) -> Row | None:
+    """The row that the headline calls fastest; None without a clear winner."""
+    order = ranked(result)
+    return _Verdict(result, order).winner() if order else None
+
+
 class _Verdict:
     """The headline of rows that finished, fastest first."""
 
@@ -37,16 +43,23 @@ class _Verdict:
         self.one_host = None if superlinear(result) else one_host_row(result)
         self.level = [row for row in order if _level(self.best, row)]
 
-    def text(self) -> str:
+    def winner(self) -> Row | None:
+        """Of the rows within the spread of the fastest, the first that learns as dense training does, if any does."""
         if len(self.level) == len(self.order) > 1:
+            return None
+        return next((row for row in self.level if as_dense(row.learning)), self.best)
+
+    def text(self) -> str:
+        winner = self.winner()
+        if winner is None:
             return self._no_winner()
-        if self.one_host is not None and _faster(self.one_host, self.best):
+        if self.one_host is not None and _faster(self.one_host, winner):
             where = "these links" if self.result["cluster"]["links"] else "this machine"
             rank = f", the fastest of {len(self.order)}" if len(self.order) > 1 else ""
-            ratio = times(_ratio(self.one_host, self.best))
+            ratio = times(_ratio(self.one_host, winner))
             advice = f"Do not distribute this job on {where}"
-            return f"{advice}: one host alone is {ratio} times as fast as {self.best.name}{rank}"
-        return self._winner()
+            return f"{advice}: one host alone is {ratio} times as fast as {winner.name}{rank}"
+        return self._winner(winner)
 
     def _no_winner(self) -> str:
         first, last = ms(_step_s(self.order[0])), ms(_step_s(self.order[-1]))
@@ -60,9 +73,7 @@ class _Verdict:
             return f"{text}; one host alone is as fast"
         return f"{text}; each is about {_against(self.best, self.one_host)}"
 
-    def _winner(self) -> str:
-        """The fastest row; of those within its spread, the first that learns as dense training does."""
-        chosen = next((row for row in self.level if as_dense(row.learning)), self.best)
+    def _winner(self, chosen: Row) -> str:
         others = [row.name for row in self.level if row is not chosen]
         level = f", level with {listed(others)} within the spread" if others else ""
         text = f"{chosen.name} takes " if len(self.order) == 1 else f"{chosen.name} is fastest{level}: "
@@ -134,10 +145,8 @@ def remarks(result: Result) -> list[str]:
             "host was disturbed"
         )
     if unbounded := [row.name for row in done if row.bound_s is None]:
-        found.append(
-            f"No bound for {listed(unbounded)}: the measured step is shorter than computing alone, so computing was "
-            "disturbed"
-        )
+        names = f" for {listed(unbounded)}" if len(unbounded) < len(done) else ""
+        found.append(f"No bound{names}: the measured step is shorter than computing alone, so computing was disturbed")
     if wide := [row.name for row in done if (row.step_s_spread or 0) > _step_s(row)]:
         found.append(f"The spread of {listed(wide)} exceeds the step; repeat with more --steps or --seeds")
     return found
