@@ -53,8 +53,8 @@ StrategiesArgument = Annotated[
 PeersOption = Annotated[
     str,
     typer.Option(
-        help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp. Beside the default "
-        "strategies ddp by default; beside named ones none."
+        help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp. By default ddp if "
+        "no strategy is named, else none."
     ),
 ]
 
