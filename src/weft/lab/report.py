@@ -74,7 +74,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1080px;margin:0 auto;padding:40px 24px 64px}
+main{max-width:1180px;margin:0 auto;padding:40px 24px 64px}
 h1{font-size:clamp(1.3rem,5vw,1.75rem);line-height:1.25;margin:0 0 .5rem;font-weight:650;
 text-wrap:balance;overflow-wrap:anywhere}
 h2{font-size:1.1rem;margin:2.75rem 0 .6rem;font-weight:650}
