@@ -104,7 +104,7 @@ def measure(model: str, methods: dict[str, str], profile: Profile, out: Path, ar
         published = PUBLISHED[model].get(row["name"])
         there = published / (16 * ONE_GPU[model]) if published else None
         times = [f"{row['step_s'] * 1e3:.0f} ± {row['step_s_spread'] * 1e3:.0f}"]
-        times += [f"{profile.compute_s * 1e3:.0f}", f"{row['bound_s'] * 1e3:.0f}"]
+        times += [f"{profile.compute_s * 1e3:.0f}", f"{row['bound_s'] * 1e3:.0f}" if row["bound_s"] else ""]
         cells = [model, row["name"], *times, f"{here:.3f}"]
         cells += [f"{there:.3f}", f"{here - there:+.3f}"] if there else ["", ""]
         print("| " + " | ".join(cells) + " |", flush=True)

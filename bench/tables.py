@@ -61,8 +61,8 @@ def _row(row: dict[str, Any]) -> str:
         bytes_text(row["wire_bytes_worker"]),
         bytes_text(row["wire_bytes_link"]) if row["wire_bytes_link"] is not None else "",
         f"{row['exposed_s'] * 1e3:.0f}",
-        f"{row['bound_s'] * 1e3:.0f}",
-        f"{row['bound_share']:.0%}",
+        f"{row['bound_s'] * 1e3:.0f}" if row["bound_s"] is not None else "",
+        f"{row['bound_share']:.0%}" if row["bound_share"] is not None else "",
         f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "",
     ]
     return "| " + " | ".join(cells) + " |"

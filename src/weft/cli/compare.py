@@ -21,11 +21,14 @@ from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
 from weft.cli._show import JsonOption, console, emit
 from weft.errors import UserError
+from weft.lab import learning
 from weft.lab.compare import Comparison, conduct
 from weft.lab.contender import Contender
 from weft.lab.progress import Progress
-from weft.lab.rows import Row, rows_of
+from weft.lab.rows import Row, by_step, one_host_row, rows_of
 from weft.lab.spec import DEFAULTS, CompareSpec, contenders
+from weft.lab.verdict import remarks
+from weft.lab.words import ms
 from weft.profile import Profile
 from weft.strategy import Strategy
 from weft.units import bytes_text
@@ -40,18 +43,30 @@ class _WithJob(TyperCommand):
         return super().parse_args(ctx, args[:at])
 
 
+MISSING = "–"
+StrategiesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="STRATEGY…", help=f"Strategies; by default {', '.join(DEFAULTS)}. After --, the arguments of the job."
+    ),
+]
+PeersOption = Annotated[
+    str,
+    typer.Option(
+        help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp. By default ddp if "
+        "no strategy is named, else none."
+    ),
+]
+
+
 @app.command(cls=_WithJob)
 def compare(
     ctx: typer.Context,
     job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
-    strategies: Annotated[
-        list[str] | None, typer.Argument(metavar="STRATEGY…", help="Strategies; after --, the arguments of the job.")
-    ] = None,
+    strategies: StrategiesArgument = None,
     system: Annotated[list[str] | None, typer.Option(help="The strategy of a surveyed system. Repeatable.")] = None,
     group: Annotated[str | None, typer.Option("--systems", help="All systems of a group that run.")] = None,
-    peers: Annotated[
-        str, typer.Option(help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp.")
-    ] = "",
+    peers: PeersOption = "",
     hosts: Annotated[int, typer.Option(help="Number of emulated hosts, with one worker each.")] = 4,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
@@ -72,13 +87,13 @@ def compare(
     """Run JOB under each strategy on an emulated cluster, and compare the results in a table and a report."""
     show = console(json)
     named = [name.strip() for name in peers.split(",") if name.strip()]
-    chosen = list(strategies or ()) or ([] if named or system or group else list(DEFAULTS))
+    published = _systems(system or [], group)
     if profile is not None and compute != "sleep":
         raise UserError("--profile is for --compute sleep; omit it, or add --compute sleep")
     spec = CompareSpec(
         job=job,
         args=tuple(ctx.meta["job"]),
-        contenders=(*_systems(system or [], group), *contenders(chosen, named)),
+        contenders=(*published, *contenders(strategies or (), named, defaults=not published)),
         hosts=hosts,
         bandwidth=bandwidth,
         links=parse_links(link),
@@ -101,16 +116,22 @@ def compare(
 
 
 def _print_results(show: Console, found: Comparison) -> None:
-    """The table, the errors, and the location of the report."""
-    rows = rows_of(found.result)
-    show.print(_table(rows, show.width))
+    """The table, the errors and remarks, the location of the report, and the headline."""
+    result = found.result
+    rows, alone = rows_of(result), one_host_row(result)
+    show.print(_table([*rows, *([alone] if alone else [])], show.width))
     for row in rows:
         if row.error is not None:
             show.print(f"{row.name}: {row.error}", markup=False)
-    one = found.result["one_host"]
-    show.print(f"\none host alone: {one['step_s'] * 1e3:.0f} ms a step, {one['samples_per_s']:.1f} samples/s", end="; ")
-    show.print(f"{found.result['compute']} compute on {found.result['machine']['cores']} cores")
+    own = f" (its own step: {ms(result['one_host']['step_s'])} ms)" if alone else ""
+    show.print(
+        f"\none host alone: the time for as many samples{own}" if alone else "\none host alone: not measured", end="; "
+    )
+    show.print(f"{result['compute']} compute on {result['machine']['cores']} cores")
     show.print(f"report: {found.report}" if found.report else "report: needs matplotlib; run `pip install matplotlib`")
+    for remark in remarks(result):
+        show.print(remark, markup=False, style="yellow")
+    show.print(f"\n{result['headline']}", markup=False, style="bold")
 
 
 def _systems(names: list[str], group: str | None) -> list[Contender]:
@@ -194,16 +215,17 @@ class _Watch:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """The rows as a terminal table, with as many columns as fit beside the names."""
+    """The rows as a terminal table, fastest first, with as many columns as fit beside the names."""
     names = min(max(len(row.name) for row in rows), max(20, width // 3))
     left = width - names
-    chosen = [column for column in _columns(rows) if (left := left - len(column[0]) - 2) >= 0]
+    filled = [column for column in _columns(rows) if any(column[1](row) != MISSING for row in rows)]
+    chosen = [column for column in filled if (left := left - len(column[0]) - 2) >= 0]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     table.add_column("", overflow="fold", min_width=names)
     for head, _ in chosen:
         table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [text(row) for _, text in chosen] if row.step_s is not None else ["–"]
+    for row in by_step(rows):
+        cells = [text(row) for _, text in chosen] if row.step_s is not None else [MISSING]
         table.add_row(escape(row.name), *cells)
     return table
 
@@ -212,27 +234,31 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """The heading and the cell of each column, most important first."""
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("    step ms", lambda row: f"{_ms(row.step_s)} ± {_ms(row.step_s_spread)}"),
-        ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),
+        ("held-out loss", lambda row: learning.text(row.learning).removesuffix(" held-out loss")),
+        ("speed-up", lambda row: _text(row.speedup, "{:.2f}".format)),
         ("of bound", lambda row: _text(row.bound_share, "{:.0%}".format)),
         ("    sent", lambda row: _text(row.wire_bytes_worker, bytes_text)),
         (" loss", lambda row: _text(row.final_loss, "{:.3f}".format)),
-        ("speed-up", lambda row: _text(row.speedup, "{:.2f}".format)),
+        ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),
         ("bound ms", lambda row: _ms(row.bound_s)),
         ("exposed ms", lambda row: _ms(row.exposed_s)),
+        ("busiest link", lambda row: _text(row.wire_bytes_link, bytes_text)),
     ]
-    if any(row.wire_bytes_link is not None for row in rows):
-        columns.append(("busiest link", lambda row: bytes_text(row.wire_bytes_link or 0)))
     if any(row.time_to_target_s is not None for row in rows):
-        columns.insert(1, ("to target s", lambda row: _text(row.time_to_target_s, "{:.1f}".format, "not reached")))
+        columns.insert(1, ("to target s", _to_target))
     return columns
 
 
-def _text(value: float | None, text: Callable[[float], str], missing: str = "") -> str:
+def _to_target(row: Row) -> str:
+    return _text(row.time_to_target_s, "{:.1f}".format, MISSING if row.kind == "one host" else "not reached")
+
+
+def _text(value: float | None, text: Callable[[float], str], missing: str = MISSING) -> str:
     return text(value) if value is not None else missing
 
 
 def _ms(seconds: float | None) -> str:
-    return _text(seconds, lambda known: f"{known * 1e3:.0f}")
+    return _text(seconds, lambda known: f"{known * 1e3:.{0 if known >= 0.00995 else 1}f}")
 
 
 def _duration(seconds: float) -> str:

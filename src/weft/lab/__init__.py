@@ -13,11 +13,14 @@ A comparison (`weft compare`)
     contender         a strategy or a peer, and the task that all of them run
     peers/            PyTorch's own wrappers, to run the same job under
     trial             runs one contender with one seed
+    usage             the use of links and processors meanwhile, by the run and by others
     figures           the figures of that run
     rows              one row for each contender: `Row` defines its keys
+    learning          how a compressor learns, as measured once
     progress          the state of a comparison that is under way
     compare           runs all contenders, interleaved
-    report            the HTML page, with its plots (`_plots`)
+    verdict           the headline, and the remarks that limit it
+    report            the HTML page, with its plots (`_plots`) and numbers in words (`words`)
 
 The processes
     child             one process of a run of the lab

@@ -1,6 +1,7 @@
-"""The report's plots.
+"""The report's plots, rows in the order of their step time.
 
-A colour stands for a row in every plot; what the loop does is grey. Lengths are points, 72 to an inch.
+Weft's strategies have one hue and peers another, lines of the loss have shades of it; what the loop does is grey.
+Lengths are points, 72 to an inch.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UserError
-from weft.lab.rows import rows_of
+from weft.lab import learning
+from weft.lab.rows import Result, Row, by_step, one_host_row, rows_of
+from weft.lab.words import ms
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Result = dict[str, Any]
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette without its yellow, which white paper swallows."""
+HUES = {"strategy": "#0072B2", "peer": "#D55E00"}
+SOURCES = {"strategy": "Weft", "peer": "PyTorch"}
 DASHES = (None, (7.0, 3.0), (3.0, 3.0), (10.0, 3.0, 3.0, 3.0))
-"""Of lines, so that one beneath an equal one shows, and rows that share a colour differ."""
+"""Of lines, so that one beneath an equal one shows, and lines of similar shades differ."""
 PHASES = {"forward": "#c4c8cc", "backward": "#7d848b", "wait": "#ffffff", "optimizer": "#33383d"}
 INK, MUTED, LINE = "#22262a", "#646b72", "#dfe2e5"
 WIDTH, RIGHT, TOP, BOTTOM = 720.0, 14.0, 26.0, 34.0
@@ -48,15 +49,6 @@ LOOK: dict[Any, Any] = {
 MOST_LANES = 12
 
 
-def plain(value: float) -> str:
-    """A number with about three digits, never in powers of ten: `812`, `38.2`, `4.12`."""
-    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
-
-
-def ms(seconds: float) -> str:
-    return plain(seconds * 1e3)
-
-
 def shown(name: str, most: int = 100) -> str:
     """A name for a plot: whole, or without its middle where no plot is wide enough for it; the table has all of it."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]} … {name[-(most // 2 - 2) :]}"
@@ -76,21 +68,32 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def colour(index: int) -> str:
-    """The colour of a row, the same in all plots."""
-    return COLOURS[index % len(COLOURS)]
+def mixed(ink: str, other: int, share: float) -> str:
+    """A colour mixed with this share of white (255) or black (0)."""
+    parts = (int(ink[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (other - part) * share):02x}" for part in parts)
 
 
 def pale(ink: str) -> str:
-    """A colour thinned with white."""
-    return "#" + "".join(f"{255 - (255 - int(ink[at : at + 2], 16)) * 2 // 5:02x}" for at in (1, 3, 5))
+    return mixed(ink, 255, 0.6)
 
 
-def _lanes(height: float, left: float, longest_s: float) -> tuple[Figure, Axes]:
+def shades(rows: Sequence[Row]) -> dict[str, str]:
+    """A colour for each row: shades of its kind's hue, from dark to light."""
+    found = {}
+    for kind, hue in HUES.items():
+        names = [row.name for row in rows if row.kind == kind]
+        for index, name in enumerate(names):
+            at = (index + 1) / (len(names) + 1)  # 0 is black, 1/2 the hue, 1 white
+            found[name] = mixed(hue, 0, 1 - 2 * at) if at < 0.5 else mixed(hue, 255, 2 * at - 1)
+    return found
+
+
+def _lanes(height: float, left: float, longest_s: float, top: float = TOP) -> tuple[Figure, Axes]:
     """A figure whose y axis counts points downwards from 0 to `height`, and whose x axis counts milliseconds."""
     from matplotlib.figure import Figure
 
-    total = height + TOP + BOTTOM
+    total = height + top + BOTTOM
     figure = Figure(figsize=(WIDTH / 72, total / 72))
     axes = figure.add_axes((left / WIDTH, BOTTOM / total, (WIDTH - left - RIGHT) / WIDTH, height / total))
     axes.set(xlim=(0, longest_s * 1e3), ylim=(height, 0), xlabel="ms", yticks=[])
@@ -106,44 +109,81 @@ def _calm(axes: Axes, grid: str) -> None:
     axes.tick_params(length=3)
 
 
-def _legend(figure: Figure, left: float, handles: Sequence[Artist]) -> None:
+def _legend(figure: Figure, left: float, handles: Sequence[Artist], columns: int | None = None) -> None:
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (left / WIDTH, 1.0), "borderaxespad": 0.4}
-    figure.legend(handles=list(handles), ncols=len(handles), frameon=False, handlelength=1.6, **place)
+    figure.legend(handles=list(handles), ncols=columns or len(handles), frameon=False, handlelength=1.6, **place)
 
 
 def _draw_steps(result: Result) -> Figure | None:
     """A bar per row: computing, then exposed communication; the spread as a whisker, the bound as a tick."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    rows = rows_of(result)
+    rows = by_step(rows_of(result))
     done = [row for row in rows if row.finished]
     if not done:
         return None
-    longest = max(max((row.step_s or 0) + (row.step_s_spread or 0), row.bound_s or 0) for row in done)
-    figure, axes = _lanes(34.0 * len(rows), RIGHT, longest * 1.12)
+    alone = one_host_row(result)
+    longest = max((row.step_s or 0) + (row.step_s_spread or 0) for row in done)
+    if alone is not None and alone.step_s is not None and alone.step_s < _MOST_STRETCHED * longest:
+        longest = max(longest, alone.step_s)
+    figure, axes = _lanes(_BAR * len(rows) + 14, RIGHT, longest * 1.12, _STEPS_TOP)
     for index, row in enumerate(rows):
-        top = 34.0 * index
-        axes.text(0, top + 11, shown(row.name), va="baseline")
-        if row.step_s is None or not row.finished:
-            axes.text(0, top + 25, "did not finish", va="baseline", color=MUTED, style="italic")
-            continue
-        step, spread, bound = row.step_s * 1e3, (row.step_s_spread or 0) * 1e3, (row.bound_s or 0) * 1e3
-        computing = min((row.compute_s or 0) * 1e3, step)
-        parts = [(0, computing), (computing, step - computing)]
-        axes.broken_barh(parts, (top + 16, 12), facecolors=[colour(index), pale(colour(index))], linewidth=0)
-        axes.errorbar(step, top + 22, xerr=spread, color=INK, linewidth=1, capsize=2.5)
-        if row.bound_s is not None:
-            axes.plot([bound, bound], [top + 14.5, top + 29.5], color=INK, linewidth=2, solid_capstyle="butt")
-        axes.text(max(step + spread, bound), top + 25, f"  {ms(row.step_s)} ms", va="baseline")
-    bars = [
-        Patch(color=MUTED, linewidth=0, label="computing"),
-        Patch(color=pale(MUTED), linewidth=0, label="exposed communication"),
-    ]
-    tick = Line2D([], [], color=INK, linestyle="", marker="|", markersize=10, markeredgewidth=2, label="bound")
-    whisker = Line2D([], [], color=INK, linewidth=1, marker="|", markersize=5, label="step, with its spread")
-    _legend(figure, 8, [*bars, whisker, tick])
+        _draw_step(axes, row, 14 + _BAR * index)
+    if alone is not None and alone.step_s is not None:
+        _draw_one_host(axes, alone.step_s, longest)
+    handles = _step_handles(done)
+    _legend(figure, 8, handles, columns=len(handles) // 2)
     return figure
+
+
+_BAR, _STEPS_TOP, _MOST_STRETCHED = 42.0, 42.0, 2.0
+_PAPER: dict[str, Any] = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
+"""Behind a text that a line may cross."""
+
+
+def _draw_step(axes: Axes, row: Row, top: float) -> None:
+    name = axes.text(0, top + 11, shown(row.name), va="baseline", bbox=_PAPER)
+    if row.step_s is None or not row.finished:
+        axes.text(0, top + 25, "did not finish", va="baseline", color=MUTED, style="italic")
+        return
+    learns = learning.text(row.learning)
+    if learns != "as dense":
+        learns = "held-out loss not measured" if row.learning is None else learns
+        axes.annotate(f"   {learns}", (1, 0), xycoords=name, va="bottom", color=MUTED, fontsize=8, bbox=_PAPER)
+    hue, step, spread = HUES[row.kind], row.step_s * 1e3, (row.step_s_spread or 0) * 1e3
+    computing = min((row.compute_s or 0) * 1e3, step)
+    parts = [(0, computing), (computing, step - computing)]
+    axes.broken_barh(parts, (top + 16, 12), facecolors=[hue, pale(hue)], linewidth=0)
+    axes.errorbar(step, top + 22, xerr=spread, color=INK, linewidth=1, capsize=2.5)
+    at: dict[str, Any] = {"xy": (step + spread, top + 25), "xytext": (7, 0), "textcoords": "offset points"}
+    axes.annotate(f"{ms(row.step_s)} ms", va="baseline", bbox=_PAPER, **at)
+    if row.bound_s is not None:
+        bound = row.bound_s * 1e3
+        axes.plot([bound, bound], [top + 14.5, top + 30], color=INK, linewidth=2, solid_capstyle="butt")
+        axes.text(bound, top + 38, ms(row.bound_s), va="baseline", ha="right", color=MUTED, fontsize=7.5, bbox=_PAPER)
+
+
+def _draw_one_host(axes: Axes, step_s: float, longest_s: float) -> None:
+    """A line at the time that one host takes for as many samples; an arrow where that is far outside."""
+    text, at, outside = f"one host alone: {ms(step_s)} ms", step_s * 1e3, step_s > longest_s
+    if outside:
+        axes.text(longest_s * 1.12e3, 9, f"{text} →", ha="right", color=MUTED, fontsize=8)
+        return
+    axes.axvline(at, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=0.5)
+    left = at > longest_s * 500
+    axes.text(at + longest_s * (-5 if left else 5), 9, text, ha="right" if left else "left", color=MUTED, fontsize=8)
+
+
+def _step_handles(rows: Sequence[Row]) -> list[Artist]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bars: list[Artist] = []
+    for kind in HUES:
+        if any(row.kind == kind for row in rows):
+            bars.append(Patch(color=HUES[kind], linewidth=0, label=f"{SOURCES[kind]}: computing"))
+            bars.append(Patch(color=pale(HUES[kind]), linewidth=0, label=f"{SOURCES[kind]}: exposed communication"))
+    whisker = Line2D([], [], color=INK, linewidth=1, marker="|", markersize=5, label="step, with its spread")
+    tick = Line2D([], [], color=INK, linestyle="", marker="|", markersize=10, markeredgewidth=2, label="bound, ms")
+    return [*bars, whisker, tick]
 
 
 def _draw_losses(result: Result) -> Figure | None:
@@ -151,21 +191,22 @@ def _draw_losses(result: Result) -> Figure | None:
     from matplotlib.figure import Figure
 
     curves = result["curves"]
-    rows = [(index, row.name) for index, row in enumerate(rows_of(result)) if curves.get(row.name, {}).get("loss")]
+    rows = [row for row in by_step(rows_of(result)) if curves.get(row.name, {}).get("loss")]
     if not rows:
         return None
-    columns = 2 if max(len(name) for _, name in rows) <= 48 else 1
+    colours = shades(rows)
+    columns = 2 if max(len(row.name) for row in rows) <= 48 else 1
     foot = 46 + 14.5 * -(-len(rows) // columns)
     total = 14 + 220 + foot
     figure = Figure(figsize=(WIDTH / 72, total / 72))
     half = (WIDTH - 2 * 48 - RIGHT - 10) / 2
     left = figure.add_axes((48 / WIDTH, foot / total, half / WIDTH, 220 / total))
     right = figure.add_axes(((2 * 48 + 10 + half) / WIDTH, foot / total, half / WIDTH, 220 / total), sharey=left)
-    most = max(max(curves[name]["bytes"], default=0) for _, name in rows)
+    most = max(max(curves[row.name]["bytes"], default=0) for row in rows)
     unit, factor = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
-    for index, name in rows:
-        curve = curves[name]
-        look: dict[str, Any] = {"color": colour(index), "linewidth": 1.7, "label": shown(name)}
+    for index, row in enumerate(rows):
+        curve = curves[row.name]
+        look: dict[str, Any] = {"color": colours[row.name], "linewidth": 1.7, "label": shown(row.name)}
         look["linestyle"] = (0, DASHES[index % len(DASHES)])
         left.plot(curve["time_s"], curve["loss"], **look)
         right.plot([count / factor for count in curve["bytes"]], curve["loss"], **look)
@@ -205,16 +246,16 @@ def _draw_timelines(result: Result) -> Figure | None:
     """One step per row: what the loop does, and what is on the wire meanwhile, on one time axis."""
     from matplotlib.patches import Patch
 
-    found = [(i, row, result["timelines"].get(row.name)) for i, row in enumerate(rows_of(result))]
-    rows = [(index, row, line, lanes_of(line["wire"])) for index, row, line in found if line and line["loop"]]
+    found = [(row, result["timelines"].get(row.name)) for row in by_step(rows_of(result))]
+    rows = [(row, line, lanes_of(line["wire"])) for row, line in found if line and line["loop"]]
     if not rows:
         return None
-    longest = max(end for _, _, line, _ in rows for _, _, end in [*line["loop"], *line["wire"]])
-    thick = [10.0 if len(lanes) == 1 else 6.0 for _, _, _, lanes in rows]
-    heights = [32.0 + len(lanes) * each + 12 for each, (_, _, _, lanes) in zip(thick, rows, strict=True)]
+    longest = max(end for _, line, _ in rows for _, _, end in [*line["loop"], *line["wire"]])
+    thick = [10.0 if len(lanes) == 1 else 6.0 for _, _, lanes in rows]
+    heights = [32.0 + len(lanes) * each + 12 for each, (_, _, lanes) in zip(thick, rows, strict=True)]
     figure, axes = _lanes(sum(heights), 44, longest * 1.1)
     top = 0.0
-    for (index, row, line, lanes), each, height in zip(rows, thick, heights, strict=True):
+    for (row, line, lanes), each, height in zip(rows, thick, heights, strict=True):
         axes.text(0, top + 12, shown(row.name), va="baseline")
         axes.annotate("loop", (0, top + 26), (-6, 0), textcoords="offset points", ha="right", color=MUTED)
         for phase, start, end in line["loop"]:
@@ -227,13 +268,11 @@ def _draw_timelines(result: Result) -> Figure | None:
             middle = top + 31 + len(lanes) * each / 2 + 3
             axes.annotate("wire", (0, middle), (-6, 0), textcoords="offset points", ha="right", color=MUTED)
         for lane, spans in enumerate(lanes):
-            axes.broken_barh(spans, (top + 31 + lane * each, each - 1), color=colour(index), linewidth=0)
+            axes.broken_barh(spans, (top + 31 + lane * each, each - 1), color=HUES[row.kind], linewidth=0)
         top += height
     handles = [Patch(facecolor=ink, edgecolor=MUTED, linewidth=0.4, label=phase) for phase, ink in PHASES.items()]
     handles[list(PHASES).index("wait")].set_hatch("/////")
-    _legend(
-        figure, 38, [*handles, Patch(color=colour(rows[0][0]), linewidth=0, label="on the wire, in the row's colour")]
-    )
+    _legend(figure, 38, [*handles, Patch(color=HUES["strategy"], linewidth=0, label="a bucket on the wire")])
     return figure
 
 

@@ -28,8 +28,10 @@ from weft.lab.contender import Contender, Task
 from weft.lab.figures import Sample
 from weft.lab.progress import Progress
 from weft.lab.report import write_report
+from weft.lab.rows import interquartile_range
 from weft.lab.spec import CompareSpec, contenders, parse_slow, spelled
 from weft.lab.trial import Site
+from weft.lab.verdict import headline
 from weft.profile import Profile
 from weft.runtime.launch.launcher import find_job
 from weft.runtime.launch.start import Start, can_fork, template
@@ -76,7 +78,8 @@ def compare(
 ) -> Comparison:
     """Run `job` under each strategy and peer on an emulated cluster, and compare.
 
-    A mapping names its strategies. `options` are the fields of `CompareSpec`: hosts, bandwidth, links, slow, compute,
+    Without a strategy: under default ones, and the peer `ddp` unless `peers` names others. A mapping names its
+    strategies. `options` are the fields of `CompareSpec`: hosts, bandwidth, links, slow, compute,
     profile, steps, seeds, target_loss, network, out, args.
     """
     return conduct(CompareSpec(job=job, contenders=contenders(strategies, peers), **options).checked(), watch)
@@ -139,7 +142,10 @@ def _runs(
     out: Path,
     watch: Callable[[Progress], None],
 ) -> None:
-    """One host first, then rounds; computing alone is measured in every round, as one contender among others."""
+    """One host first, then rounds; computing alone is measured in every round, as one contender among others.
+
+    With sleeping compute, one host first measures the profile and then sleeps by it, as the others do.
+    """
 
     def once(contender: Contender, task: Task, seed: int, name: str, **more: Any) -> Sample:
         def on_event(event: dict[str, Any]) -> None:
@@ -161,6 +167,8 @@ def _runs(
     if spec.compute == "sleep":
         progress.profile = spec.profile or Profile.read(profile_file)
         progress.profile.write(profile_file)
+    if measured and progress.profile:
+        progress.one_host = once(one, replace(short, profile=progress.profile), 0, "one-host-asleep", hosts=1)
     task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=progress.profile)
     progress.expected_s = _expected(spec, progress, startup)
     watch(progress)
@@ -215,6 +223,8 @@ def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dic
     curves = {name: figures.curve(sample) for name, sample in finished.items()} if learns else {}
     timelines = {name: figures.timeline(sample.folder) for name, sample in finished.items()}
     every = [sample for samples in progress.samples.values() for sample in samples]
+    references = [*progress.alone, *([progress.one_host] if progress.one_host else [])]
+    others = [sample.other_cpu_share for sample in (*every, *references)]
     environment = run_folder.read_json(out / "one-host", "environment.json")
     machine = {
         "cores": environment["cores"],
@@ -223,11 +233,10 @@ def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dic
         "processor": _processor(),
         "cpu_share": statistics.mean(sample.cpu_share for sample in every) if every else None,
         "steal_share": statistics.mean(sample.steal_share for sample in every) if every else None,
+        "other_cpu_share": statistics.mean(others) if others else None,
         "versions": environment["versions"],
     }
-    one = progress.one_host
-    one_host_s = progress.reference.one_host_s if one else 0.0
-    return {
+    result = {
         "job": find_job(spec.job).stem,
         "command": spec.command or spelled(spec),
         "compute": spec.compute,
@@ -243,13 +252,23 @@ def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dic
             "links": progress.links,
         },
         "machine": machine,
-        "one_host": {"step_s": one_host_s, "samples_per_s": one.samples / one_host_s} if one else None,
+        "one_host": _one_host(progress),
         "interrupted": progress.interrupted,
         "rows": [row.to_json() for row in progress.rows()],
         "curves": {name: each for name, each in curves.items() if each},
         "timelines": {name: each for name, each in timelines.items() if each},
         "folder": str(out),
     }
+    return {**result, "headline": headline(result)}
+
+
+def _one_host(progress: Progress) -> dict[str, float] | None:
+    one = progress.one_host
+    if one is None:
+        return None
+    step_s = progress.reference.one_host_s
+    spread_s = interquartile_range(one.steps_s)
+    return {"step_s": step_s, "step_s_spread": spread_s, "samples_per_s": one.samples / step_s}
 
 
 def _processor() -> str:

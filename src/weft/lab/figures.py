@@ -10,24 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.lab.contender import WARMUP, Contender, Task
+from weft.lab.usage import Usage
 from weft.runtime.record import run_folder
+from weft.runtime.record.trace import union, without
 
 _TRAILING = 5
 """Steps over which a loss is averaged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """The machine's use of links and processors between two moments."""
-
-    link_bytes: int | None
-    """Bytes with headers of the busiest link, in its busier direction; None where links are not counted."""
-    busy_s: float
-    """Processor seconds that were spent."""
-    steal_s: float
-    """Processor seconds that a hypervisor gave to others."""
-    all_s: float
-    """Processor seconds that there were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +32,10 @@ class Sample:
     """What the busiest link must carry in a step, one way."""
     wire_bytes_link: float | None
     """Bytes with headers that the busiest link carried in a step, in its busier direction."""
-    busy_s: float
-    """Processor seconds of the whole machine in a step."""
+    own_cpu_share: float
+    """The share of the processors that the run's processes used during these steps."""
+    other_cpu_share: float
+    """The share that other processes used during the whole run."""
     cpu_share: float
     steal_share: float
     final_loss: float | None
@@ -56,8 +46,8 @@ class Sample:
     """Staleness of gradients and waits between workers, where there were servers."""
 
 
-def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Usage) -> Sample:
-    """The figures of a run from its folder; `usage` is that of its steps after warm-up."""
+def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Usage, whole: Usage) -> Sample:
+    """The figures of a run from its folder; `usage` is that of its steps after warm-up, `whole` that of the run."""
     steps = run_folder.events(folder)
     warmup = task.warmup(contender.period)
     timed = steps[warmup:]
@@ -78,9 +68,10 @@ def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Us
         wire_bytes_worker=declared,
         bound_bytes=max(declared, contender.link_bytes(specs, hosts)),
         wire_bytes_link=usage.link_bytes / len(timed) if usage.link_bytes is not None else None,
-        busy_s=usage.busy_s / len(timed),
-        cpu_share=usage.busy_s / usage.all_s if usage.all_s else 0.0,
-        steal_share=usage.steal_s / usage.all_s if usage.all_s else 0.0,
+        own_cpu_share=usage.own_cpu_share,
+        other_cpu_share=whole.other_cpu_share,
+        cpu_share=usage.cpu_share,
+        steal_share=usage.steal_share,
         final_loss=smooth[-1] if smooth else None,
         time_to_target_s=time_to_target_s,
         host_steps_s=_host_steps_s(folder, warmup),
@@ -164,27 +155,41 @@ def curve(sample: Sample) -> dict[str, list[float]] | None:
 
 
 def timeline(folder: Path, warmup: int = WARMUP) -> dict[str, Any] | None:
-    """One step of process 0 of median length, traced: the phases of the loop, and each bucket's time on the wire."""
+    """One step of process 0 of median length, traced: what the loop does, and each bucket's time on the wire.
+
+    The step lasts from the end of the previous one to its own. Waits and updates that belong to the previous step are
+    shown where they happen, and its buckets while they are on the wire.
+    """
     try:
         events = json.loads((folder / "trace-0.json").read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError):
         return None
-    by_step: dict[int, list[Any]] = {}
-    for event in events:
-        if "args" in event and "step" in event["args"] and event["args"]["step"] > warmup:
-            by_step.setdefault(event["args"]["step"], []).append(event)
-    if not by_step:
+    spans = [
+        (e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]["step"]) for e in events if e["ph"] == "X"
+    ]
+    ends = {step: end for name, _, end, step in spans if name == "optimizer"}
+    lengths = {step: end - ends[step - 1] for step, end in ends.items() if step > warmup and step - 1 in ends}
+    if not lengths:
         return None
-    lengths = {
-        step: max(e["ts"] + e["dur"] for e in mine) - min(e["ts"] for e in mine) for step, mine in by_step.items()
-    }
     middle = sorted(lengths, key=lambda step: lengths[step])[len(lengths) // 2]
-    start = min(event["ts"] for event in by_step[middle])
-    loop, wire = [], []
-    for event in sorted(by_step[middle], key=lambda event: event["ts"]):
-        at, end = (event["ts"] - start) / 1e6, (event["ts"] - start + event["dur"]) / 1e6
-        if event["name"].startswith("bucket "):
-            wire.append([int(event["name"].split()[1]), at, end])
-        elif event["name"] in ("forward", "backward", "wait", "optimizer"):
-            loop.append([event["name"], at, end])
-    return {"loop": loop, "wire": wire}
+    began, ended = ends[middle - 1], ends[middle]
+    inside = [(name, max(start, began) - began, min(end, ended) - began) for name, start, end, _ in spans]
+    inside = sorted((each for each in inside if each[1] < each[2]), key=lambda each: each[1:])
+    wire = [[int(name.split()[1]), start, end] for name, start, end in inside if name.startswith("bucket ")]
+    return {"loop": _loop(inside), "wire": wire}
+
+
+def _loop(spans: Sequence[tuple[str, float, float]]) -> list[list[Any]]:
+    """The phases of the loop without overlaps: waits and updates interrupt forward and backward."""
+    pauses = [(_PAUSES[name], start, end) for name, start, end in spans if name in _PAUSES]
+    busy = union((start, end) for _, start, end in pauses)
+    phases = [
+        (name, *rest)
+        for name, start, end in spans
+        if name in ("forward", "backward")
+        for rest in without((start, end), busy)
+    ]
+    return [list(each) for each in sorted([*pauses, *phases], key=lambda each: each[1])]
+
+
+_PAUSES = {"wait": "wait", "update": "optimizer", "optimizer": "optimizer"}

@@ -39,7 +39,6 @@ class Progress:
     def reference(self) -> Reference:
         return Reference(
             hosts=self.spec.hosts,
-            threads=self.threads,
             compute=self.spec.compute,
             one_host=self.one_host,
             alone=tuple(self.alone),

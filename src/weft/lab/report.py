@@ -8,11 +8,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from weft.lab._plots import PLOTS, Result, drawing, inline_svg, ms, plain
-from weft.lab.rows import Row, rows_of
+from weft.lab import learning
+from weft.lab._plots import PLOTS, drawing, inline_svg
+from weft.lab.rows import Result, Row, by_step, one_host_row, rows_of
+from weft.lab.verdict import fastest, headline, remarks
+from weft.lab.words import bit_rate, counted, listed, ms, plain
 from weft.units import bytes_text
 
 MISSING = "–"
+HELD_OUT = "held‑out loss against dense"
 
 
 def write_report(result: Result, folder: Path) -> Path:
@@ -34,72 +38,9 @@ def write_report(result: Result, folder: Path) -> Path:
     return path
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
-
-
-def bit_rate(bit_s: float | None) -> str:
-    """A link's rate for people: `1 Gbit/s`."""
-    if bit_s is None:
-        return "unlimited"
-    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bit_s >= 0.9995 * factor:
-            return f"{bit_s / factor:.4g} {unit}"
-    return f"{bit_s:.4g} bit/s"
-
-
-def listed(words: Sequence[object]) -> str:
-    """`a, b and c`."""
-    texts = [str(word) for word in words]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
-def ranked(result: Result) -> list[Row]:
-    """The rows that finished, fastest first; rows that computed in another way than the rest do not compete."""
-    done = [row for row in rows_of(result) if row.finished]
-    alike = [row for row in done if row.compute == result["compute"]] or done
-    return sorted(alike, key=_step_s)
-
-
-def headline(result: Result) -> str:
-    """The result in a sentence. A difference within the spread is called level, whatever its sign."""
-    rows, order = rows_of(result), ranked(result)
-    failed = sum(1 for row in rows if not row.finished)
-    if not order:
-        return f"{rows[0].name} did not finish" if len(rows) == 1 else f"None of the {len(rows)} rows finished"
-    best, *others = order
-    text = f"{best.name} took {ms(_step_s(best))} ms a step"
-    if others:
-        rivals = [row for row in others if row.kind != best.kind]
-        rival = (rivals or others)[0]
-        what = f"the fastest {rival.kind}" if len(rivals) > 1 else "the next" if not rivals and len(others) > 1 else ""
-        text = f"{best.name} was fastest: {ms(_step_s(best))} ms a step, {_against(best, rival)} {rival.name}"
-        text += f", {what}" if what else ""
-        level = [row.name for row in others if row is not rival and _level(best, row)]
-        text += f"; {listed(level)} {'is' if len(level) == 1 else 'are'} level within the spread" if level else ""
-    elif best.speedup is not None:
-        text += f", {best.speedup:.3g} times as fast as one host"
-    return text + (f"; {failed} of {len(rows)} rows did not finish" if failed else "")
-
-
-def _level(one: Row, other: Row) -> bool:
-    return abs(_step_s(other) - _step_s(one)) <= (one.step_s_spread or 0) + (other.step_s_spread or 0)
-
-
-def _step_s(row: Row) -> float:
-    """The step of a row that finished."""
-    assert row.step_s is not None
-    return row.step_s
-
-
-def _against(best: Row, other: Row) -> str:
-    if _level(best, other):
-        return "level within the spread with"
-    return f"{_step_s(other) / _step_s(best):.3g} times as fast as"
-
-
 def setting(result: Result) -> str:
     """What was run where, in a line."""
-    cluster, seeds = result["cluster"], result["seeds"]
+    cluster = result["cluster"]
     hosts = f"{cluster['hosts']} {'emulated ' if cluster['emulated'] else ''}host{'s' if cluster['hosts'] != 1 else ''}"
     slow = [f"host {host} slowed {factor}" for host, _, factor in (item.partition("=") for item in cluster["slow"])]
     configured = sorted({link["asked_bit_s"] for link in cluster["links"]}, key=lambda rate: (rate is None, rate))
@@ -109,8 +50,20 @@ def setting(result: Result) -> str:
     compute = "sleeping compute" if result["compute"] == "sleep" else f"{result['compute']} compute"
     steps = f"{result['steps'] - result['warmup']} steps after {result['warmup']} of warm-up"
     return " · ".join(
-        [f"job {result['job']}", hosts, *slow, links, compute, steps, f"seed{'s' * (len(seeds) != 1)} {listed(seeds)}"]
+        [
+            f"job {result['job']}",
+            hosts,
+            *slow,
+            links,
+            compute,
+            steps,
+            f"{counted(len(result['seeds']))} {_runs(result)}",
+        ]
     )
+
+
+def _runs(result: Result) -> str:
+    return "run of each" if len(result["seeds"]) == 1 else "runs of each"
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -121,8 +74,9 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1080px;margin:0 auto;padding:40px 24px 64px}
-h1{font-size:1.75rem;line-height:1.25;margin:0 0 .5rem;font-weight:650;text-wrap:balance;overflow-wrap:anywhere}
+main{max-width:1180px;margin:0 auto;padding:40px 24px 64px}
+h1{font-size:clamp(1.3rem,5vw,1.75rem);line-height:1.25;margin:0 0 .5rem;font-weight:650;
+text-wrap:balance;overflow-wrap:anywhere}
 h2{font-size:1.1rem;margin:2.75rem 0 .6rem;font-weight:650}
 p,dd,li{max-width:75ch}p{margin:.5rem 0}.lead{max-width:none;text-wrap:balance}
 .soft{color:var(--soft)}.small{font-size:.875rem}
@@ -134,15 +88,19 @@ thead th{font-weight:600;color:var(--soft);vertical-align:bottom}
 th:first-child,td:first-child{text-align:left;padding-left:.5rem}
 tbody th{font-weight:500;min-width:12rem;overflow-wrap:anywhere}
 td{white-space:nowrap}td.error{white-space:normal;text-align:left;color:var(--bad);overflow-wrap:anywhere}
-tr.best{background:var(--mark)}tr.best th{font-weight:700}
+tr.best{background:var(--mark)}tr.best th{font-weight:700}tr.alone{color:var(--soft)}
+.remarks{margin:1rem 0;padding:.6rem 1rem;border-left:4px solid var(--bad);background:var(--mark);list-style:none}
+.remarks li{max-width:none}
 .tag{display:inline-block;font-size:.75rem;font-weight:500;color:var(--soft);
 border:1px solid currentColor;border-radius:3px;padding:0 .3em;line-height:1.35}
-figure{margin:0;background:#fff;border:1px solid var(--line);border-radius:6px;padding:12px;overflow-x:auto}
+figure{margin:0}
+.plot{background:#fff;border:1px solid var(--line);border-radius:6px;padding:12px;overflow-x:auto}
+figcaption{margin:.6rem 0;max-width:95ch;color:var(--soft);font-size:.875rem}
 svg{display:block;width:100%;min-width:600px;height:auto}
 svg *{stroke-linejoin:round;stroke-linecap:butt}
 .grid{display:grid;grid-template-columns:minmax(7rem,max-content) 1fr;gap:.35rem 1.5rem}.grid dt{margin:0}
 dt{font-weight:600;margin-top:.8rem;overflow-wrap:anywhere}dd{margin:0}
-pre{background:var(--mark);border-radius:6px;padding:.8rem 1rem;overflow-x:auto;
+pre{background:var(--mark);border-radius:6px;padding:.8rem 1rem;white-space:pre-wrap;overflow-wrap:anywhere;
 font:.8125rem/1.5 ui-monospace,Menlo,Consolas,monospace}
 """
 
@@ -153,11 +111,11 @@ def _page(result: Result, plots: dict[str, str]) -> str:
         no_loss = "sleeping compute does not train, so no row has a loss"
     lead = escape(setting(result)).replace(" · ", "&nbsp;· ")
     sections = [
-        f'<h1>{escape(headline(result))}</h1>\n<p class="soft lead">{lead}</p>',
+        f'<h1>{_unbroken(headline(result))}</h1>\n<p class="soft lead">{lead}</p>\n{_remarks(result)}',
         _table(result),
-        _plot("Where the time of a step goes", plots.get("step"), "No bars: no row finished."),
-        _plot("Loss against time and against bytes", plots.get("loss"), f"No curves: {no_loss}."),
-        _plot("One step of each", plots.get("timeline"), "No timelines: no row recorded one."),
+        _plot("Where the time of a step goes", "step", plots, "No bars: no row finished."),
+        _plot("Loss against time and against bytes", "loss", plots, f"No curves: {no_loss}."),
+        _plot("One step of each", "timeline", plots, "No timelines: no row recorded one."),
         *_servers(result),
         _sentences(result),
         _notes(result),
@@ -172,16 +130,24 @@ def _page(result: Result, plots: dict[str, str]) -> str:
     )
 
 
-def _plot(title: str, svg: str | None, otherwise: str) -> str:
-    return f"<h2>{title}</h2>\n" + (f"<figure>{svg}</figure>" if svg else f'<p class="soft">{otherwise}</p>')
+def _remarks(result: Result) -> str:
+    lines = "".join(f"<li>{escape(remark)}.</li>" for remark in remarks(result))
+    return f'<ul class="remarks">{lines}</ul>' if lines else ""
+
+
+def _plot(title: str, name: str, plots: dict[str, str], otherwise: str) -> str:
+    if name not in plots:
+        return f'<h2>{title}</h2>\n<p class="soft">{otherwise}</p>'
+    caption = f"<figcaption>{escape(CAPTIONS[name])}</figcaption>"
+    return f'<h2>{title}</h2>\n<figure><div class="plot" tabindex="0">{plots[name]}</div>\n{caption}</figure>'
 
 
 def _table(result: Result) -> str:
     columns = _columns(result)
-    order = ranked(result)
+    winner, alone = fastest(result), one_host_row(result)
     lines = []
-    for row in rows_of(result):
-        best = len(order) > 1 and row.name == order[0].name
+    for row in by_step([*rows_of(result), *([alone] if alone else [])]):
+        best = len(result["rows"]) > 1 and row == winner
         tags = ["fastest"] * best + ["peer"] * (row.kind == "peer")
         tags += [f"{row.compute} compute"] * (row.compute != result["compute"])
         name = " ".join([_name(row), *(f'<span class="tag">{escape(tag)}</span>' for tag in tags)])
@@ -189,18 +155,26 @@ def _table(result: Result) -> str:
             cells = f'<td class="error" colspan="{len(columns)}">{escape(row.error or "no message")}</td>'
         else:
             cells = "".join(f"<td>{escape(cell(row))}</td>" for cell in columns.values())
-        lines.append(f'<tr class="{"best" if best else "row"}"><th scope="row">{name}</th>{cells}</tr>')
+        kind = "best" if best else "alone" if row is alone else "row"
+        lines.append(f'<tr class="{kind}"><th scope="row">{name}</th>{cells}</tr>')
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("", *columns))
     table = f'<table class="rows"><thead><tr>{heads}</tr></thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody></table>"
+    return f'<h2>Results</h2>\n<div class="wide" tabindex="0">{table}</div>\n<p class="soft small">{_about(result)}</p>'
+
+
+def _about(result: Result) -> str:
+    """The table's note: what one host's row is, and where the figures on learning come from."""
     alone = result["one_host"]
-    about = f"{ms(alone['step_s'])} ms a step, {plain(alone['samples_per_s'])} samples/s" if alone else "not measured"
-    note = f'<p class="soft small">One host alone: {about}.</p>'
-    return f'<h2>Results</h2>\n<div class="wide" tabindex="0">{table}</div>\n{note}'
+    about = "One host alone was not measured."
+    if alone:
+        own = f"its own step takes {ms(alone['step_s'])} ms"
+        about = f"One host alone: the time for as many samples as one step of the others; {own}."
+    return f"{about} Held‑out loss: not of these runs, but as measured once; see below."
 
 
 def _servers(result: Result) -> list[str]:
     """What parameter servers saw, where there were some: how late gradients were, who waited for whom."""
-    rows = [(row, seen) for row in rows_of(result) if (seen := row.asynchrony)]
+    rows = [(row, seen) for row in by_step(rows_of(result)) if (seen := row.asynchrony)]
     if not rows:
         return []
     heads = (
@@ -237,20 +211,21 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     target = result["target_loss"]
     to_target = f"time to loss {target}"
     columns: dict[str, tuple[Callable[[Row], float | None], Callable[[float], str]]] = {
-        "samples/s": (lambda row: row.samples_per_s, plain),
         "speed‑up over one host": (lambda row: row.speedup, "{:.2f}×".format),
+        HELD_OUT: (lambda row: row.learning, _held_out),
+        "samples/s": (lambda row: row.samples_per_s, plain),
         "sent by a worker per step": (lambda row: row.wire_bytes_worker, bytes_text),
         "busiest link per step": (lambda row: row.wire_bytes_link, bytes_text),
         "exposed, ms": (lambda row: row.exposed_s, ms),
         "bound, ms": (lambda row: row.bound_s, ms),
-        "share of bound": (lambda row: row.bound_share, "{:.0%}".format),
+        "share of bound": (lambda row: row.bound_share, lambda share: f"{100 * share:.0f} %"),
         to_target: (lambda row: row.time_to_target_s, lambda seconds: f"{plain(seconds)} s"),
         "final loss": (lambda row: row.final_loss, "{:.4f}".format),
     }
 
     def cell(head: str, value: Callable[[Row], float | None], text: Callable[[float], str]) -> Callable[[Row], str]:
-        missing = "not reached" if head == to_target else MISSING
-        return lambda row: missing if (known := value(row)) is None else text(known)
+        missing = {to_target: "not reached", HELD_OUT: "not measured"}.get(head, MISSING)
+        return lambda row: text(known) if (known := value(row)) is not None else _missing(row, missing)
 
     def has_figures(head: str, value: Callable[[Row], float | None]) -> bool:
         return (head == to_target and target is not None) or any(value(row) is not None for row in rows_of(result))
@@ -259,45 +234,73 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     return {"step, ms": _step} | chosen
 
 
+def _missing(row: Row, text: str) -> str:
+    return MISSING if row.kind == "one host" else text
+
+
+def _held_out(ratio: float) -> str:
+    return learning.text(ratio).removesuffix(" held-out loss")
+
+
 def _step(row: Row) -> str:
     """Step and spread in ms, the spread with two digits that count."""
     spread = float(f"{(row.step_s_spread or 0) * 1e3:.2g}")
-    return f"{ms(_step_s(row))} ± {spread:g}"
+    return f"{ms(row.step_s or 0)} ± {spread:g}"
 
 
 def _name(row: Row) -> str:
-    """A strategy's name, which may break where a bracket opens."""
-    return escape(row.name).replace("(", "(<wbr>")
+    """A strategy's name, which may also break where a bracket opens."""
+    return _unbroken(row.name).replace("(", "(<wbr>")
+
+
+def _unbroken(text: str) -> str:
+    """Strategies break behind a slash, not before it."""
+    return escape(text).replace(" / ", "&nbsp;/ ")
 
 
 def _sentences(result: Result) -> str:
-    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row.sentence or MISSING)}</dd>" for row in rows_of(result))
+    pairs = (f"<dt>{_name(row)}</dt><dd>{escape(row.sentence or MISSING)}</dd>" for row in by_step(rows_of(result)))
     return "<h2>What each row is</h2>\n<dl>\n" + "\n".join(pairs) + "\n</dl>"
 
 
+CAPTIONS = {
+    "step": "Dark: computing. Pale: exposed communication, which no computing hides. Whisker: the spread of the step. "
+    "Black tick, with its milliseconds below: the bound. Dashed line: the time that one host alone takes for as many "
+    "samples; distributing pays for bars that end left of it.",
+    "loss": "Training loss of the first run of each. These few steps do not tell how a compressor learns; the column "
+    "on held-out loss is of longer training.",
+    "timeline": "The step of median length on process 0, from the end of the previous step to its own. Hatched: the "
+    "loop waits for gradients or parameters. With priority the next forward begins while buckets of the previous step "
+    "are on the wire. PyTorch's peers exchange inside backward, where buckets are not recorded: they have no wire "
+    "rows, and their waiting is part of backward.",
+}
 MEANINGS = {
-    "step": "The median over steps of the hosts' mean time; ± is the interquartile range. Speed-up is samples/s over "
-    "those of one host alone.",
+    "step": "The median over steps of the hosts' mean time; ± is the interquartile range. Differences smaller than the "
+    "sum of two ranges are within the spread.",
+    "speed-up": "Samples per second over those of one host that has the machine to itself.",
+    "held-out loss": "How the compressor learns, against dense training: the held-out loss of the job text with 2 M "
+    "parameters after 1,000 steps on 4 workers with AdamW, measured once (docs/compression.md, Effect on learning). "
+    "Another model may differ. Exchanges without loss of precision learn as dense training does.",
     "exposed": "Step minus computing alone: communication that no computing hides.",
-    "bound": "The larger of computing alone and the bytes that the strategy must move over the measured payload rate. "
-    "A step cannot be shorter, but for measuring error. The share of bound is bound over step: at 100 % "
-    "nothing is left to win without computing or sending less.",
-    "busiest link": "What crossed the busiest link, in its busier direction, headers and acknowledgements included.",
+    "bound": "A step cannot be shorter: the largest of computing alone, the processor time of the run's own processes "
+    "over the processors, and the bytes that the strategy must move over the measured payload rate. The share of bound "
+    "is bound over step: at 100 % nothing is left to win without computing or sending less.",
+    "busiest link": "The bytes on the busiest link, in its busier direction, headers and acknowledgements included.",
     "real compute": "Emulated hosts share this machine's cores, so computing slows down when they compute together.",
     "sleeping compute": "Each host sleeps as long as it would compute alone; bytes are real, nothing trains.",
 }
 
 
 def _notes(result: Result) -> str:
-    machine = result["machine"]
+    machine, seeds = result["machine"], result["seeds"]
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)} a worker"
     where = [machine["processor"], f"{machine['cores']} cores", threads]
-    shares = (("cpu_share", "CPU share"), ("steal_share", "stolen"))
-    where += [f"{label} {machine[key]:.1%}" for key, label in shares if machine[key] is not None]
+    shares = (("cpu_share", "CPU share"), ("other_cpu_share", "other processes"), ("steal_share", "stolen"))
+    where += [f"{label} {100 * machine[key]:.1f} %" for key, label in shares if machine[key] is not None]
     facts = {
         "machine": ", ".join(map(str, [*where, machine["system"]])),
         "versions": ", ".join(f"{name} {version}" for name, version in machine["versions"].items()),
-        "seeds": listed(result["seeds"]),
+        "runs": f"{_runs(result)}, with seed{'s' * (len(seeds) != 1)} {listed(seeds)}",
         "date": result["date"],
     }
     parts = [

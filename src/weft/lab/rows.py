@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
-import os
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from weft.lab import learning
 from weft.lab.contender import Contender
 from weft.lab.figures import Sample
 from weft.lab.spec import Compute
+
+Result = dict[str, Any]
+"""A comparison as JSON, the content of compare.json."""
+_MEASURING_ERROR = 1.03
+"""By which a bound may exceed the step; the accuracy of measured links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,7 @@ class Row:
     """One contender's result. Without a finished run all figures are None, and `error` is the reason."""
 
     name: str
-    kind: Literal["strategy", "peer"]
+    kind: Literal["strategy", "peer", "one host"]
     sentence: str
     step_s: float | None = None
     """Median over the steps after warm-up of the hosts' mean time."""
@@ -37,14 +43,17 @@ class Row:
     exposed_s: float | None = None
     """The step less `compute_s`."""
     compute_s: float | None = None
-    """The step of the slowest host while all hosts compute and nothing is sent."""
+    """The step of the slowest host (without lockstep, the mean of the hosts) while all compute and nothing is sent."""
     bound_s: float | None = None
-    """The shortest possible step: the larger of computing and of the bytes over the links' measured rate."""
+    """A lower bound of the step: the largest of computing alone, the run's processor time over the processors, and the
+    bytes over the links' measured rate. None where the step is shorter, because computing alone was disturbed."""
     bound_share: float | None = None
     """`bound_s / step_s`."""
     final_loss: float | None = None
     time_to_target_s: float | None = None
     """Seconds until the loss is at the target, if every seed got there."""
+    learning: float | None = None
+    """The held-out loss over that of dense training, as measured once (`learning.py`); None where it was not."""
     asynchrony: dict[str, Any] | None = None
     """Staleness and waits, where there were servers (`run_folder.asynchrony`)."""
     compute: Compute
@@ -64,12 +73,36 @@ def rows_of(result: Mapping[str, Any]) -> list[Row]:
     return [Row(**row) for row in result["rows"]]
 
 
+def by_step(rows: Iterable[Row]) -> list[Row]:
+    """The fastest first, and last those without a step."""
+    return sorted(rows, key=lambda row: math.inf if row.step_s is None or not row.finished else row.step_s)
+
+
+def one_host_row(result: Mapping[str, Any]) -> Row | None:
+    """One host alone as a row: the time that it takes for as many samples as one step of the others."""
+    alone = result["one_host"]
+    if alone is None:
+        return None
+    steps = [row.step_s * row.samples_per_s for row in rows_of(result) if row.step_s and row.samples_per_s]
+    step_s = statistics.median(steps) / alone["samples_per_s"] if steps else alone["step_s"]
+    return Row(
+        name="one host alone",
+        kind="one host",
+        sentence="The time that one host takes for as many samples, without communication.",
+        step_s=step_s,
+        step_s_spread=alone["step_s_spread"] * step_s / alone["step_s"],
+        samples_per_s=alone["samples_per_s"],
+        speedup=1.0,
+        learning=1.0,
+        compute=result["compute"],
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """The measurements that a row's figures refer to."""
 
     hosts: int
-    threads: int
     compute: Compute
     one_host: Sample | None = None
     """One host that has the machine to itself."""
@@ -84,24 +117,18 @@ class Reference:
         assert self.one_host is not None
         return statistics.median(self.one_host.steps_s)
 
-    @property
-    def compute_s(self) -> float:
-        """The mean step of the slowest host while all hosts compute and nothing is sent."""
+    def compute_s(self, in_step: bool) -> float:
+        """The step while all hosts compute and nothing is sent: the slowest host's, or without lockstep their mean."""
         if self.alone:
-            return statistics.median(max(sample.host_steps_s) for sample in self.alone)
+            return statistics.median((max if in_step else statistics.mean)(each.host_steps_s) for each in self.alone)
         return self.one_host_s if self.one_host else 0.0
 
-    def bound_s(self, busy_s: float, bound_bytes: float) -> float:
-        """The larger of computing and sending; `busy_s` is the machine's processor time in a step.
-
-        Where computing fills the cores, communication's own processor time comes on top of it.
-        """
-        compute_s = self.compute_s
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if self.alone and self.compute == "real" and self.hosts * self.threads >= cores:
-            extra_s = busy_s - statistics.median(sample.busy_s for sample in self.alone)
-            compute_s += max(0.0, extra_s) / cores
-        return max(compute_s, bound_bytes / self.payload_bytes_s if self.payload_bytes_s else 0.0)
+    def bound_s(self, step_s: float, compute_s: float, cpu_share: float, bound_bytes: float) -> float | None:
+        """The lower bound of a step in which the run's processes used this share of the processors."""
+        working_s = cpu_share * step_s if self.compute == "real" else 0.0
+        sending_s = bound_bytes / self.payload_bytes_s if self.payload_bytes_s else 0.0
+        bound_s = max(compute_s, working_s, sending_s)
+        return min(bound_s, step_s) if bound_s <= _MEASURING_ERROR * step_s else None
 
     def speedup(self, samples_per_s: float) -> float | None:
         return samples_per_s * self.one_host_s / self.one_host.samples if self.one_host else None
@@ -111,8 +138,9 @@ def finished_row(contender: Contender, samples: Sequence[Sample], error: str | N
     """The row of a contender with at least one finished run; `error` is that of a later one."""
     median = statistics.median
     times = [seconds for sample in samples for seconds in sample.steps_s]
-    step_s, compute_s = median(times), reference.compute_s
-    bound_s = reference.bound_s(median(s.busy_s for s in samples), median(s.bound_bytes for s in samples))
+    step_s, compute_s = median(times), reference.compute_s(contender.in_step)
+    cpu_share, bound_bytes = median(s.own_cpu_share for s in samples), median(s.bound_bytes for s in samples)
+    bound_s = reference.bound_s(step_s, compute_s, cpu_share, bound_bytes)
     if contender.in_step:
         samples_per_s = samples[0].samples / step_s
     else:
@@ -121,7 +149,7 @@ def finished_row(contender: Contender, samples: Sequence[Sample], error: str | N
     return Row(
         **_identity(contender),
         step_s=step_s,
-        step_s_spread=_interquartile_range(times),
+        step_s_spread=interquartile_range(times),
         samples_per_s=samples_per_s,
         speedup=reference.speedup(samples_per_s),
         wire_bytes_worker=median(sample.wire_bytes_worker for sample in samples),
@@ -129,7 +157,7 @@ def finished_row(contender: Contender, samples: Sequence[Sample], error: str | N
         exposed_s=max(0.0, step_s - compute_s),
         compute_s=compute_s,
         bound_s=bound_s,
-        bound_share=bound_s / step_s,
+        bound_share=bound_s / step_s if bound_s is not None else None,
         final_loss=_median_of_known([sample.final_loss for sample in samples]),
         time_to_target_s=None if None in reached else _median_of_known(reached),
         asynchrony=samples[0].asynchrony,
@@ -148,6 +176,7 @@ def _identity(contender: Contender) -> dict[str, Any]:
         "name": contender.name,
         "kind": "peer" if contender.peer else "strategy",
         "sentence": contender.sentence,
+        "learning": learning.measured(contender),
     }
 
 
@@ -161,7 +190,7 @@ def _median_of_known(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _interquartile_range(times: Sequence[float]) -> float:
+def interquartile_range(times: Sequence[float]) -> float:
     if len(times) < 2:
         return 0.0
     quartiles = statistics.quantiles(times, n=4)

@@ -17,12 +17,14 @@ from weft.runtime.launch.launcher import find_job
 from weft.strategy import Strategy
 
 DEFAULTS = (
-    "bsp / ring / sequential",
-    "bsp / ring",
-    "bsp / ring / cast",
-    "bsp / ring / error_feedback(topk(ratio=0.01))",
+    "bsp / direct",
+    "bsp / direct / priority",
+    "bsp / direct / int8",
+    "bsp / direct / qsgd(levels=7, norm=max)",
 )
-"""What is compared where nobody says what: nothing overlapped, overlapped, halved, made sparse."""
+"""The strategies that are compared where none is named: the default, overlapped with the next forward, and with 8 and
+4 bits a value, which learn as dense gradients do."""
+DEFAULT_PEERS = ("ddp",)
 
 Compute = Literal["real", "sleep"]
 Links = Literal["emulated", "loopback", "auto"]
@@ -103,7 +105,12 @@ def parse_slow(items: Sequence[str], hosts: int) -> dict[int, Slow]:
     return slow
 
 
-def contenders(strategies: Sequence[str | Strategy | Mapping[str, str]], names: Sequence[str]) -> tuple[Contender, ...]:
+def contenders(
+    strategies: Sequence[str | Strategy | Mapping[str, str]], names: Sequence[str], defaults: bool = True
+) -> tuple[Contender, ...]:
+    """Strategies and peers as contenders. Without a strategy: the default ones, and without a peer the default one."""
+    if not strategies and defaults:
+        strategies, names = DEFAULTS, names or DEFAULT_PEERS
     found = []
     for each in strategies:
         if isinstance(each, Mapping):

@@ -1,16 +1,15 @@
 """One trial: a contender's job really run on the cluster with one seed.
 
 Counters (links, processors) are read when the warm-up is over and when the last step is done, so that start-up, first
-copies and evaluation are in no figure.
+copies and evaluation are in no figure of a row. Other processes' use of the machine is that during the whole run.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from weft.lab import figures
 from weft.lab.child import MODULE
 from weft.lab.cluster import Cluster, Loopback
 from weft.lab.contender import Contender, Task
-from weft.lab.figures import Sample, Usage
+from weft.lab.figures import Sample
 from weft.lab.instruments.straggler import Slow
+from weft.lab.usage import Reading
 from weft.runtime.launch.launcher import launch
 from weft.runtime.launch.spec import Launch, Seat
 from weft.runtime.launch.start import Start
@@ -31,39 +31,6 @@ from weft.store.checkpoint import Policy
 Site = Cluster | Loopback
 _MIN_SEEN = 0.9
 """The share of its declared bytes that a run must at least have moved over the links."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """Counters at one moment."""
-
-    links: list[tuple[int, int]] | None
-    busy_s: float
-    steal_s: float
-    all_s: float
-
-    @classmethod
-    def now(cls, site: Site) -> _Reading:
-        ticks = os.sysconf("SC_CLK_TCK")
-        try:
-            line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-        except OSError:
-            line = ["0"] * 8
-        user, nice, system, idle, waiting, hard, soft, steal = (int(part) / ticks for part in line)
-        busy = user + nice + system + hard + soft
-        return cls(links=site.counters(), busy_s=busy, steal_s=steal, all_s=busy + idle + waiting + steal)
-
-    def until(self, later: _Reading) -> Usage:
-        carried = None
-        if self.links is not None and later.links is not None:
-            ends = zip(self.links, later.links, strict=True)
-            carried = max(b - a for before, after in ends for a, b in zip(before, after, strict=True))
-        return Usage(
-            link_bytes=carried,
-            busy_s=later.busy_s - self.busy_s,
-            steal_s=later.steal_s - self.steal_s,
-            all_s=later.all_s - self.all_s,
-        )
 
 
 def run(
@@ -83,11 +50,11 @@ def run(
 
     Raises JobFailedError where it fails, JobError where its traffic went around the links.
     """
-    readings: list[_Reading] = []
+    readings: list[Reading] = []
 
     def on_progress(event: dict[str, Any]) -> None:
         if "mark" in event:
-            readings.append(_Reading.now(site))
+            readings.append(Reading.now(site.counters()))
         else:
             on_event(event)
 
@@ -109,15 +76,16 @@ def run(
             seats=_seats(task, site, contender, hosts, Path(scratch), profile_to),
             module=MODULE,
         )
-        first = _Reading.now(site)
+        first = Reading.now(site.counters())
         launch(spec, lambda rank, line: output.append(f"[{rank}] {line}"), on_progress, start)
-        last = _Reading.now(site)
+        last = Reading.now(site.counters())
     with suppress(OSError):
         (out / "output.txt").write_text("\n".join(output) + "\n", encoding="utf-8")
     if len(readings) != 2:
         raise JobError(f"the job ended before its {task.steps} steps; give --steps fewer, or the job more data")
-    _check_links(contender, hosts, out, first.until(last).link_bytes)
-    return figures.sample(out, task, contender, hosts, readings[0].until(readings[1]))
+    whole = first.until(last)
+    _check_links(contender, hosts, out, whole.link_bytes)
+    return figures.sample(out, task, contender, hosts, readings[0].until(readings[1]), whole)
 
 
 def _seats(

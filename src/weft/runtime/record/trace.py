@@ -19,6 +19,15 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
+def without(span: Span, others: list[Span]) -> list[Span]:
+    """The parts of an interval that are outside of these intervals, which are sorted and do not overlap."""
+    parts, at = [], span[0]
+    for start, end in others:
+        parts.append((at, min(start, span[1])))
+        at = max(at, end)
+    return [(start, end) for start, end in [*parts, (at, span[1])] if start < end]
+
+
 def overlap(one: list[Span], other: list[Span]) -> float:
     """The duration of the intersection of two sets of intervals."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
