@@ -46,6 +46,7 @@ COVERED = {
     ),
     'weft compare wide "bsp / direct" "bsp / direct / int8" --peers ddp --hosts 2 --bandwidth 100mbit': COMPARED,
     'weft compare wide "bsp / ring" "bsp / ring / cast" --peers ddp --hosts 4 --bandwidth 1gbit': COMPARED,
+    "weft compare wide --hosts 4 --bandwidth 1gbit": COMPARED,
     "weft train text --hosts 4 --bandwidth 100mbit --link 2=10mbit --slow 3=4x": HOSTS,
     "weft lab up --hosts 4": LAB,
     "weft lab exec 1 -- ip addr": LAB,
