@@ -48,6 +48,6 @@ class Parcel:
             if self._left and error is None:
                 return
             self._done.set()
-            act = self._then
+            act, self._then = self._then, None  # it may refer to this parcel, and a cycle would keep gradients alive
         if act is not None:
             act()
