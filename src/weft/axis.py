@@ -277,7 +277,11 @@ def parse_raw(text: str) -> Raw:
     tokens = _tokens(text)
     raw = _read_answer(tokens, text, 0)
     if tokens:
-        raise SpellingError(f"'{text}' continues after its answer with '{tokens[0][1]}'; write name(key=value, …)")
+        rest = tokens[1:] if _next_is(tokens, ",") else tokens
+        remedy = "write name(key=value, …)"
+        if rest and rest[0][0] == "name":
+            remedy = "separate answers by ' / ', as in 'bsp / ring'"
+        raise SpellingError(f"'{text.strip()}' continues after its answer with '{tokens[0][1]}'; {remedy}")
     return raw
 
 

@@ -8,6 +8,8 @@ from weft.errors import SpellingError
 
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_BPS = re.compile(r"([kmgKMG]?)(?:b(?:ps|/s)|BPS)\s*$")
+"""Bits per second, as in 1gbps, 1Gb/s and 1GBPS; 1GBps and 1GB/s are bytes."""
 
 
 class Size(int):
@@ -36,7 +38,7 @@ class Bandwidth(int):
 
     @classmethod
     def parse(cls, text: str) -> Bandwidth:
-        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", _BPS.sub(r"\1bit", text))
         factor = _BITS.get(match[2].lower()) if match else None
         if match is None or factor is None or float(match[1]) * factor < 1:
             raise SpellingError(f"'{text}' is not a rate; write a number with a unit, as in 1gbit or 100mbit")

@@ -14,6 +14,7 @@ import pytest
 
 from weft.errors import JobError, UserError
 from weft.lab.cluster import Cluster
+from weft.lab.cluster_process import host_address
 from weft.units import Bandwidth
 
 HERE = Path(__file__).parent
@@ -67,6 +68,13 @@ def test_a_host_has_a_name_an_address_and_one_cable(cluster: Cluster) -> None:
     assert said.stdout.split(maxsplit=1) == ["host1", "['eth0', 'lo']\n"], said.stderr
     resolve = "import socket; print(socket.gethostbyname('host2'))"
     assert run(cluster, 0, sys.executable, "-c", resolve).stdout.strip() == "10.231.0.3"
+
+
+def test_a_host_knows_the_name_of_another_by_either_form_of_its_address(cluster: Cluster) -> None:
+    """PyTorch's store accepts connections on an IPv6 socket and asks for the name of their address."""
+    for address in (host_address(1), f"::ffff:{host_address(1)}"):
+        asked = f"import socket; print(socket.getnameinfo(('{address}', 1), socket.NI_NAMEREQD)[0])"
+        assert run(cluster, 0, sys.executable, "-c", asked).stdout == "host1\n"
 
 
 def test_a_command_keeps_its_folder_its_status_and_its_death(cluster: Cluster) -> None:

@@ -42,15 +42,39 @@ def test_a_random_share_of_steps_follows_from_the_seed_alone() -> None:
     assert drawn != [slow.at(1, 1, step) for step in range(2000)] != [slow.at(0, 2, step) for step in range(2000)]
 
 
-@pytest.mark.parametrize(("text", "rate"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Gbit/s", 25 * 10**8)])
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("1gbit", 10**9),
+        ("100mbit", 10**8),
+        ("2.5Gbit/s", 25 * 10**8),
+        ("1gbps", 10**9),
+        ("1Gbps", 10**9),
+        ("100MBPS", 10**8),
+        ("5 kb/s", 5000),
+        ("10bps", 10),
+    ],
+)
 def test_bandwidths(text: str, rate: int) -> None:
     assert Bandwidth.parse(text) == rate == Bandwidth.parse(str(Bandwidth(rate)))
 
 
-@pytest.mark.parametrize("text", ["1", "gbit", "1 GB", "0mbit", "1e9bit"])
+@pytest.mark.parametrize("text", ["1", "gbit", "1 GB", "1GBps", "1MB/s", "1gib", "1gb", "0mbit", "1e9bit"])
 def test_what_is_no_bandwidth(text: str) -> None:
     with pytest.raises(SpellingError, match="1gbit"):
         Bandwidth.parse(text)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_straggler_keeps_the_mark_of_a_scheduler() -> None:
+    """PyTorch warns where a step that a scheduler has wrapped is replaced by one without its mark."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    Straggler(slow=Slow.parse("2x")).attach(RUN, net, optimizer)
+    net(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
 
 
 def model() -> nn.Sequential:

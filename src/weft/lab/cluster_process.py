@@ -62,7 +62,7 @@ class ClusterProcess:
         self.net.link("set", index=self.bridge, state="up")
         self.net.link("set", index=self.net.link_lookup(ifname="lo")[0], state="up")
         Path("/run/netns").mkdir(parents=True)
-        names = "".join(f"{host_address(host)} host{host}\n" for host in range(len(self.rates)))
+        names = "".join(f"{way}{host_address(h)} host{h}\n" for h in range(len(self.rates)) for way in ("", "::ffff:"))
         Path("/run/hosts").write_text(f"127.0.0.1 localhost\n{names}", encoding="utf-8")
         with contextlib.suppress(OSError):
             namespaces.bind("/run/hosts", "/etc/hosts")
@@ -180,6 +180,8 @@ def main() -> None:
     """Announces on standard output, in one JSON line, that the cluster is there or why it cannot be."""
     spec = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a person's Ctrl-C is for the launcher, which ends us
+    if not spec.get("detached"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to a process group, it lets a run save on its hosts
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(control_socket.address(spec["name"]))

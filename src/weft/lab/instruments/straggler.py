@@ -104,6 +104,7 @@ def replace_step(optimizer: Optimizer, act: Callable[[Optimizer, Callable[[], An
     def replaced(self: Optimizer, closure: Any = None) -> Any:
         return act(self, (lambda: func(self)) if func else step)
 
+    replaced.__dict__.update(vars(func or step))  # schedulers mark a step that they have wrapped
     optimizer.step = MethodType(replaced, optimizer)  # type: ignore[method-assign]
 
 

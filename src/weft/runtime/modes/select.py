@@ -7,6 +7,7 @@ from pathlib import Path
 from weft.environment import RunOptions, check_names
 from weft.runtime.checkpoint.lifecycle import policy_here
 from weft.runtime.launch.strategy_source import announce, winner
+from weft.runtime.launch.user_errors import show_user_errors_briefly
 from weft.runtime.launch.world import World
 from weft.runtime.loop import instruments
 from weft.runtime.loop.model_checks import check_data
@@ -35,6 +36,7 @@ def process_run(
     data: str,
 ) -> ProcessRun:
     """This process's part in a run: a server's, or that of a process with workers; arguments as of `init`."""
+    show_user_errors_briefly()
     check_names()
     check_data(data)
     env = RunOptions.from_env()
