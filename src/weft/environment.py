@@ -97,6 +97,8 @@ class RunOptions(Variables):
     """The script of the job."""
     strategy: str | None = variable("WEFT_CLI_STRATEGY")
     """The strategy of the command line."""
+    strategy_source: str | None = variable("WEFT_STRATEGY_SOURCE")
+    """Where that strategy comes from, for the log."""
     steps: int | None = variable("WEFT_STEPS")
     """Optimizer steps after which the run stops."""
     seed: int | None = variable("WEFT_SEED")

@@ -82,6 +82,14 @@ def test_the_first_failing_rank_speaks_last(scratch: Path, weft: Command) -> Non
     assert "PeerLost" not in done.stderr.splitlines()[-1] and "runpy" not in done.stderr
 
 
+def test_a_worker_that_leaves_the_loop_early_is_named(scratch: Path, weft: Command) -> None:
+    body = "if run.rank == 1 and i == 3: break"
+    done = weft("train", script(scratch, body), "-n", 2, cwd=scratch)
+    assert done.returncode == 1
+    last = "weft: worker process 1 left run.shard before the others; let all workers take as many steps"
+    assert done.stderr.splitlines()[-1] == last and "Traceback" not in done.stderr
+
+
 def test_a_killed_worker_is_named(scratch: Path, weft: Command) -> None:
     body = "if run.rank == 1 and i == 3: os.kill(os.getpid(), signal.SIGKILL)"
     done = weft("train", script(scratch, body), "-n", 3, cwd=scratch)
@@ -157,13 +165,17 @@ def test_nothing_outlives_the_launcher(scratch: Path, number: signal.Signals) ->
         if "alive" in line:
             break
     run.send_signal(number)
-    run.communicate(timeout=20)
+    said = run.communicate(timeout=20)[0]
     assert gone(scratch)
     if number == signal.SIGKILL:  # the launcher had no chance; what it made is only a file
         for leftover in (scratch / "tmp").glob("weft-*"):
             shutil.rmtree(leftover)
     else:
-        assert run.returncode in (130, 143)
+        assert run.returncode == 128 + number
+        [saved] = scratch.glob("runs/*/checkpoints/step-*")
+        where = saved.relative_to(scratch)
+        told = f"weft: stopped at step {int(saved.name[5:])}; saved in {where}; resume with `weft train --resume "
+        assert f"{told}{where.parents[1]}`\n" in said
 
 
 def test_sigterm_to_every_process_saves(scratch: Path) -> None:
@@ -179,8 +191,8 @@ def test_sigterm_to_every_process_saves(scratch: Path) -> None:
         os.kill(process, signal.SIGTERM)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 143, said
-    assert "stopped, after it was saved" in said
-    assert list((scratch / "run/checkpoints").glob("step-*"))
+    [saved] = (scratch / "run/checkpoints").glob("step-*")
+    assert f"saved in run/checkpoints/{saved.name}; resume with `weft train --resume run`" in said
 
 
 def test_a_progress_bar_is_shown_as_it_ends(scratch: Path, weft: Command) -> None:

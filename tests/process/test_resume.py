@@ -90,9 +90,7 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any, weft: Command) -> N
     until(lambda: (scratch / "run/events-0.jsonl").exists() and (scratch / "run/events-0.jsonl").stat().st_size)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
-    assert (
-        launcher.returncode == 143 and "job was stopped, after it was saved; resume with `weft train --resume" in said
-    )
+    assert launcher.returncode == 143 and "; resume with `weft train --resume run`" in said
     assert gone(scratch) and len(found_in(scratch / "run/checkpoints")) == 1
     done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
@@ -119,6 +117,10 @@ def test_a_run_that_is_through_goes_on_with_more_steps(scratch: Path, weft: Comm
     options = ("-n", 2, "--save-every", 1000)
     longer = weft("train", "job.py", *options, "--out", "one", "--steps", 33, cwd=scratch)
     assert weft("train", "job.py", *options, "--out", "two", "--steps", 20, cwd=scratch).returncode == 0
+    done = weft("train", "--resume", "two", "--json", "-", cwd=scratch)
+    assert done.returncode == 0 and json.loads(done.stdout)["steps"] == 20
+    more = "all 20 steps are done; to train on, give a larger number: weft train --resume two --steps 40"
+    assert more in done.stderr and not (scratch / "two/resumed.jsonl").exists()
     again = weft("train", "--resume", "two", "--steps", 33, "--json", "-", cwd=scratch)
     assert again.returncode == 0, again.stderr
     assert losses(scratch / "one") == losses(scratch / "two") and len(losses(scratch / "two")) == 33
@@ -147,6 +149,7 @@ def test_what_chose_the_strategy_need_not_be_there_again(scratch: Path, weft: Co
     done = weft("train", "--resume", "runs/mine", "--steps", 5, "--json", "-", cwd=scratch)
     row = json.loads(done.stdout)
     assert (row["strategy"], row["folder"], row["steps"]) == ("bsp / ring / cast", "runs/mine", 5)
+    assert "strategy: bsp / ring / cast (from the checkpoint of runs/mine)" in done.stderr
 
 
 def test_checkpoints_are_readable_without_weft(scratch: Path, weft: Command) -> None:
@@ -185,7 +188,8 @@ def refused(folder: Path, *args: Any) -> str:
 
 
 def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
-    assert "has no launch.json, so it is not a run folder" in refused(saved, "--resume", "nowhere")
+    assert "--resume nowhere does not exist" in refused(saved, "--resume", "nowhere")
+    assert "has no launch.json, so it is not a run folder" in refused(saved, "--resume", ".")
     assert "nothing to train" in refused(saved)
     script(saved, name="other.py")
     assert "is a run of" in refused(saved, "other.py", "--resume", "run")
@@ -196,9 +200,11 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
     before = (saved / "job.py").read_text()
     try:
         (saved / "job.py").write_text(changed)
-        assert "is a checkpoint of another job: it has 0.weight with shape [8, 4]" in refused(saved, "--resume", "run")
+        assert "is a checkpoint of another job: it has 0.weight with shape [8, 4]" in refused(
+            saved, "--resume", "run", "--steps", 50
+        )
         (saved / "job.py").write_text(before.replace("Adam(", "SGD("))
-        assert "was made with Adam, but the job now has SGD" in refused(saved, "--resume", "run")
+        assert "was made with Adam, but the job now has SGD" in refused(saved, "--resume", "run", "--steps", 50)
     finally:
         (saved / "job.py").write_text(before)
     assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]

@@ -43,6 +43,7 @@ SET: dict[type[Variables], Variables] = {
     RunOptions: RunOptions(
         job=Path("a folder/job.py"),
         strategy="bsp / ring",
+        strategy_source="the system ddp",
         steps=0,
         seed=-1,
         device="cpu",
@@ -108,7 +109,7 @@ def test_another_value_is_refused(group: type[Variables], name: str, value: str,
 def test_empty_means_not_set_except_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*RunOptions.names().values(), "WEFT_STORE"]:
         monkeypatch.setenv(name, "")
-    assert RunOptions.from_env() == RunOptions(strategy="", device="")
+    assert RunOptions.from_env() == RunOptions(strategy="", strategy_source="", device="")
     assert LocalLauncher.from_env().store == ""
 
 

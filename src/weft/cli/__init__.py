@@ -12,21 +12,33 @@ from weft.errors import UserError
 from weft.runtime.launch.supervise import JobFailedError, Terminated
 
 EXAMPLES = """\
-Weft: a way of distributing PyTorch training is one value.
+Examples:
+  weft train text -n 2                    train a bundled GPT on two workers
+  weft train job.py -n 4                  train your own script
+  weft train job.py -n 4 --strategy "bsp / ring / cast"
+                                          train it under another strategy
+  weft compare wide --hosts 4 --bandwidth 1gbit
+                                          compare strategies side by side
+  weft check "asp / ring"                 explain a strategy, or why it is not
+                                          valid
+  weft train wide -n 4 --system horovod   use a published system's strategy
+  weft doctor                             check this machine
 
-  weft train text -n 2                                        train a bundled GPT on two local workers
-  weft train job.py -n 4 --strategy "bsp / ring / cast"       train your own script under another strategy
-  weft compare wide --hosts 4 --bandwidth 1gbit               compare strategies side by side on an emulated cluster
-  weft check "asp / ring"                                     explain a strategy, or why it is not valid
-  weft train wide -n 4 --system horovod                       use the strategy of a published system
-  weft doctor                                                 check this machine
+Without --strategy a run is synchronous and sends gradients directly between
+workers (bsp / direct).
+"""
 
+WELCOME = f"""\
+Weft: say in one line how PyTorch training is distributed.
+
+{EXAMPLES}
 `weft --help` lists all commands, `weft COMMAND --help` the options of one.
 """
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=False,
+    epilog="\n\n".join(f"\b\n{part}" for part in EXAMPLES.split("\n\n")),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -47,25 +59,27 @@ def weft(
         typer.echo(f"weft {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        typer.echo(EXAMPLES, nl=False)
+        typer.echo(WELCOME, nl=False)
 
 
 def main() -> None:
     """Entry point. Bad input prints one sentence and exits with status 2, without a traceback."""
     chosen = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name in [chosen] if chosen in COMMANDS else COMMANDS:
-        importlib.import_module(f"weft.cli.{name}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        for name in [chosen] if chosen in COMMANDS else COMMANDS:
+            importlib.import_module(f"weft.cli.{name}")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         app()
     except UserError as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(2)
     except Terminated as error:
         sys.stderr.write(f"weft: {error}\n")
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + error.number)
     except JobFailedError as error:
-        sys.stderr.write(f"weft: {error}\n" if error.status == 2 else f"weft: {error}\n\n{error.traceback}")
+        sys.stderr.write(f"weft: {error}\n")
+        if error.status != 2 and error.traceback:
+            sys.stderr.write(f"\n{error.traceback}")
         sys.exit(error.status)
     except KeyboardInterrupt:
         sys.stderr.write("weft: stopped\n")

@@ -9,13 +9,26 @@ import typer
 
 from weft.errors import UserError
 
-BandwidthOption = Annotated[str, typer.Option(metavar="RATE", help="Rate of every link, both ways: 1gbit, 100mbit.")]
+CLUSTER = "Emulated cluster"
+BandwidthOption = Annotated[
+    str,
+    typer.Option(
+        metavar="RATE", help="Rate of every link, both ways, as in 1gbit or 100mbit.", rich_help_panel=CLUSTER
+    ),
+]
 LinkOption = Annotated[
-    list[str] | None, typer.Option(metavar="HOST=RATE", help="Rate of one host's link, as in 2=100mbit. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        metavar="HOST=RATE", help="Rate of one host's link, as in 2=100mbit. Repeatable.", rich_help_panel=CLUSTER
+    ),
 ]
 SlowOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST=FACTOR", help="Slow a host down: 3=4x always, all=4x@10% in a tenth of the steps."),
+    typer.Option(
+        metavar="HOST=FACTOR",
+        help="Slow a host down: 3=4x always, all=4x@10% in a tenth of the steps.",
+        rich_help_panel=CLUSTER,
+    ),
 ]
 
 

@@ -6,12 +6,13 @@ import typer
 
 from weft.cli import app
 from weft.cli._checks import run_checks
+from weft.cli._command import Command
 from weft.cli._show import JsonOption, console, emit, table
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(json: JsonOption = None) -> None:
-    """Check this machine for what training needs and what is optional, with a remedy for each failed check."""
+    """Check this machine, with a remedy for each failed check."""
     checks = run_checks()
     wrong = [each for each in checks if not each.ok]
     fit = not any(each.required for each in wrong)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli import app
+from weft.cli._command import Command
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError, nearest
 from weft.runtime.record.run_folder import events, read_json
@@ -24,7 +25,7 @@ _BATCH = 1000
 """The number of metrics that an MLflow server accepts at once."""
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder made by `weft train`.")],
     to: Annotated[str, typer.Option(help="Format: tensorboard, mlflow or csv.")],

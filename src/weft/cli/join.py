@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import app
+from weft.cli._command import Command
 from weft.environment import LocalLauncher, ProcessPlace, RunOptions
 from weft.errors import JobError, PeerLost
 from weft.runtime.launch.launcher import find_job
@@ -26,14 +27,14 @@ from weft.transport.messaging import Key, Stranger
 _REPLY_S = 60.0
 
 
-@app.command()
+@app.command(cls=Command)
 def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of the run: its --rendezvous.")],
     key_file: Annotated[Path, typer.Option(help="The run's key, copied from the machine that started it.")],
     job: Annotated[Path | None, typer.Option(help="Path of the job's script, if it differs on this machine.")] = None,
     network: Annotated[str, typer.Option(help="trusted or untrusted, as for the run itself.")] = "untrusted",
 ) -> None:
-    """Join a run as the worker or server that it waits for, until the run ends."""
+    """Join a run as the worker or server that it waits for."""
     trust, here = parse_network(network), socket.gethostname()
     key = Key.read(key_file)
     try:
@@ -65,8 +66,11 @@ def join(
         raise typer.Exit(1 if process.returncode < 0 else process.returncode)
 
 
-@app.command()
+@app.command(cls=Command)
 def key(file: Annotated[Path, typer.Argument(help="A new file; copy it to every machine of the run.")]) -> None:
-    """Make a key for a run on several machines. Any process that has it can join the run."""
+    """Make the key of a run on several machines.
+
+    Any process that has it can join the run.
+    """
     Key.make(file)
     typer.echo(f"{file}: copy it to every machine of the run, and pass it there with --key-file")

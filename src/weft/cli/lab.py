@@ -11,19 +11,20 @@ import typer
 
 from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, parse_links
+from weft.cli._command import Command
 from weft.cli._show import JsonOption, console, emit, table
 from weft.errors import JobError, UserError
 from weft.lab import control_socket
 from weft.lab.cluster import Cluster
 from weft.units import Bandwidth
 
-lab = typer.Typer(help="Emulate a cluster on this machine: hosts with shaped links, without root.")
+lab = typer.Typer(help="Emulate a cluster on this machine, without root.", rich_markup_mode=None)
 app.add_typer(lab, name="lab")
 
 NameOption = Annotated[str, typer.Option(help="Name of the lab, if there are several.")]
 
 
-@lab.command()
+@lab.command(cls=Command)
 def up(
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
     bandwidth: BandwidthOption = "1gbit",
@@ -52,7 +53,7 @@ def up(
     console(json).print("\nweft lab exec 0 -- ip addr        weft lab down")
 
 
-@lab.command(context_settings={"ignore_unknown_options": True})
+@lab.command(cls=Command, context_settings={"ignore_unknown_options": True})
 def exec(  # the command's name
     host: Annotated[int, typer.Argument(help="Number of the host, from 0.")],
     command: Annotated[list[str] | None, typer.Argument(help="Command to run; a shell by default.")] = None,
@@ -68,7 +69,7 @@ def exec(  # the command's name
     raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 
-@lab.command()
+@lab.command(cls=Command)
 def down(name: NameOption = "lab") -> None:
     """Stop a cluster and every process on its hosts."""
     _end(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,8 +20,11 @@ from weft import systems
 from weft.cli import _options as options
 from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
-from weft.cli._resume import hold_for_resume, hold_launch, resumed
+from weft.cli._command import Command
+from weft.cli._effects import check_machine_options, check_train_options
+from weft.cli._resume import Resumption, hold_for_resume, hold_launch, stopped
 from weft.cli._show import JsonOption, console, emit, table
+from weft.cli._strategy import parse_strategy
 from weft.errors import JobError, UserError
 from weft.lab import child as lab_child
 from weft.lab.cluster import Cluster
@@ -27,10 +33,10 @@ from weft.lab.trial import slow_seat
 from weft.runtime.launch.launcher import find_job, launch
 from weft.runtime.launch.network import parse_network
 from weft.runtime.launch.spec import Launch, Seat
-from weft.runtime.launch.strategy_source import DEFAULT, winner
+from weft.runtime.launch.strategy_source import COMMAND_LINE, DEFAULT, winner
 from weft.runtime.launch.supervise import JobFailedError, Terminated
 from weft.runtime.record.describe import describe_launch
-from weft.runtime.record.new_folder import folders_named, new_folder, remove_folder
+from weft.runtime.record.new_folder import folder_name, folders_named, new_folder, remove_folder
 from weft.runtime.record.run_folder import asynchrony, summary
 from weft.store.checkpoint import Policy, found_in
 from weft.strategy import Strategy
@@ -39,38 +45,39 @@ from weft.units import bytes_text
 _PLAIN_EVERY_S = 2.0
 
 
-@app.command(context_settings={"allow_interspersed_args": True})
+@app.command(cls=Command)
 def train(
+    context: typer.Context,
     job: options.Job = None,
     args: options.Args = None,
-    workers: options.Workers = None,
     strategy: options.StrategyText = None,
     system: options.System = None,
     steps: options.Steps = None,
     seed: options.Seed = None,
-    out: options.Out = None,
-    device: options.Device = "auto",
+    workers: options.Workers = None,
     processes: options.Processes = None,
+    device: options.Device = "auto",
+    share_gpus: options.ShareGpus = False,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = "",
+    network: options.NetworkText = "untrusted",
     key_file: options.KeyFile = None,
     join: options.Join = 0,
-    network: options.NetworkText = "untrusted",
-    share_gpus: options.ShareGpus = False,
     hosts: options.Hosts = None,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
-    trace: options.Trace = False,
     save_every: options.SaveEvery = None,
     keep_last: options.KeepLast = 2,
     keep_every: options.KeepEvery = 0,
     resume: options.Resume = None,
     grace: options.Grace = 30.0,
+    out: options.Out = None,
+    trace: options.Trace = False,
     json: JsonOption = None,
 ) -> None:
-    """Train JOB on several workers under a strategy, and record the run in a folder."""
+    """Train a job on several workers, and record the run in a folder."""
     show = console(json)
     given = Launch(
         job=job or "",
@@ -84,6 +91,7 @@ def train(
         external_ranks=join,
         network=parse_network(network),
         strategy=_strategy(strategy, system, show),
+        strategy_source=f"the system {system}" if system is not None else COMMAND_LINE,
         steps=steps,
         seed=seed,
         device=device,
@@ -94,13 +102,18 @@ def train(
         module=lab_child.MODULE if hosts or slow else Launch.module,
     )
     site = partial(_site, hosts, bandwidth, link, slow, processes, nodes)
-    row = _run(given, site, show, workers=workers, resume=resume, out=out)
+    _report(_run(context, given, site, show, workers=workers, resume=resume, out=out), show, json)
+
+
+def _report(row: dict[str, Any] | None, show: Console, json: str | None) -> None:
+    """The summary of a run, on the machine that has it."""
     if row is not None:
         emit(row | {"rows": [row]}, json)
         _print_summary(show, row)
 
 
 def _run(
+    context: typer.Context,
     given: Launch,
     site: Callable[[tuple[int, ...]], AbstractContextManager[tuple[Seat, ...]]],
     show: Console,
@@ -110,35 +123,49 @@ def _run(
     out: Path | None,
 ) -> dict[str, Any] | None:
     """Start or resume a run with the options of the command line. Returns its summary, on the machine that has it."""
+    check_train_options(context)
+    began = time.localtime()
     with ExitStack() as held:
         if resume is not None:
             if given.node_rank == 0 and out is None:
                 held.enter_context(hold_for_resume(resume))
-            given = resumed(given, resume, workers, show)
+            again = Resumption.of(given, resume, workers)
+            if again.finished:
+                return _finished(again, show)
+            again.announce(show)
+            given = again.launch
         elif not given.job:
             raise UserError("nothing to train: give a job, as in `weft train text -n 2`, or --resume RUN")
         path = find_job(given.job)
-        source, strategy = ("the command line", given.strategy) if given.strategy else winner(None, path)
+        source, strategy = (given.strategy_source, given.strategy) if given.strategy else winner(None, path)
         server_hosts = strategy.check().server_hosts(given.workers)
+        check_machine_options(context, servers=bool(server_hosts))
         survives = strategy.survives_worker_loss
         spec = replace(given, servers=len(server_hosts), survives_worker_loss=survives).checked()
         made = False
         if given.out is None or out is not None:
-            folder, made = _folder(out, path, strategy, given.node_rank)
+            folder, made = _folder(out, folder_name(path.stem, began, str(strategy)), given.node_rank)
             spec = replace(spec, out=folder)
             if given.node_rank == 0:
                 held.enter_context(hold_launch(folder))
         several = f"{spec.workers} worker{'s' * (spec.workers != 1)}"
         show.print(f"{path.stem}: {several}" + (f", {strategy}" if source != DEFAULT else ""))
-        row = _trained(spec, site(server_hosts), show, path, made)
+        row = _trained(spec, site(server_hosts), show, made)
     if row is not None and made and out is None and row["strategy"] != str(strategy):  # the job itself set the strategy
-        renamed, _ = _folder(None, path, Strategy.parse(row["strategy"]))
+        renamed, _ = new_folder(None, folder_name(path.stem, began, row["strategy"]))
         row["folder"] = str(Path(row["folder"]).rename(renamed))
     return row
 
 
+def _finished(again: Resumption, show: Console) -> dict[str, Any]:
+    """The summary of a run that has taken all of its steps, without starting it."""
+    more = f"weft train --resume {shlex.quote(str(again.run))} --steps {2 * again.step}"
+    show.print(f"all {again.step} steps are done; to train on, give a larger number: {more}", markup=False)
+    return summary(again.run)
+
+
 def _trained(
-    spec: Launch, site: AbstractContextManager[tuple[Seat, ...]], show: Console, job: Path, made: bool
+    spec: Launch, site: AbstractContextManager[tuple[Seat, ...]], show: Console, made: bool
 ) -> dict[str, Any] | None:
     """Run the job to its end. Returns the summary on the machine that has it, else None."""
     folder = spec.out or Path()
@@ -147,15 +174,21 @@ def _trained(
             describe_launch(folder, spec)
         with _Bar(show, spec.steps) as bar, site as seats:
             launch(replace(spec, seats=seats), bar.line, bar.progress)
-        return summary(folder) if spec.node_rank == 0 else None
+        if spec.node_rank > 0:
+            return None
+        row = summary(folder)
+        describe_launch(folder, spec, finished=True)
+        return row
     except (UserError, JobFailedError):
         _tidy(folder, made)
         raise
     except Terminated as error:
-        there = found_in(folder / "checkpoints")
-        remedy = f"; resume with `weft train --resume {folder}`" if there else ""
+        said = stopped(folder, error)
         _tidy(folder, made)
-        raise Terminated(f"{job.stem} was {error}{remedy}") from None
+        raise Terminated(said, error.number) from None
+    except KeyboardInterrupt:
+        _tidy(folder, made)
+        raise Terminated("stopped while it started; nothing was saved", signal.SIGINT) from None
 
 
 @contextmanager
@@ -170,8 +203,6 @@ def _site(
 ) -> Iterator[tuple[Seat, ...]]:
     """The seats of the processes: on an emulated cluster if --hosts is given, else on this machine."""
     if hosts is None:
-        if link or slow:
-            raise UserError("--link and --slow are for an emulated cluster; add --hosts")
         yield ()
         return
     if processes not in (None, hosts) or nodes != 1:
@@ -190,10 +221,10 @@ def _strategy(strategy: str | None, system: str | None, show: Console) -> Strate
     if strategy is not None and system is not None:
         raise UserError("--strategy and --system both name a strategy; give only one of them")
     if system is None:
-        return Strategy.parse(strategy) if strategy is not None else None
+        return parse_strategy(strategy) if strategy is not None else None
     named, found = systems.find(system), systems.strategy(system)
     if named.status == "partly":
-        show.print(f"{named.name} runs in part: {named.note}", markup=False)
+        show.print(f"{named.name} runs in part: {named.missing}", markup=False)
     return found
 
 
@@ -204,9 +235,8 @@ def _policy(every: int | None, last: int, milestone: int) -> Policy | None:
     return Policy(last=last, milestone=milestone) if (last, milestone) != (2, 0) else None
 
 
-def _folder(out: Path | None, job: Path, strategy: Strategy, node_rank: int = 0) -> tuple[Path, bool]:
+def _folder(out: Path | None, name: str, node_rank: int) -> tuple[Path, bool]:
     """The folder of a new run, and whether it was made here: node 0 makes it."""
-    name = f"{job.stem}-{strategy.digest}"
     if node_rank > 0:
         return out or next(folder for folder in folders_named(name) if not folder.exists()), False
     return new_folder(out, name)

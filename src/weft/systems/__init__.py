@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ class System:
     strategy: str | None
     note: str
 
+    @property
+    def missing(self) -> str:
+        """Where it runs in part: the sentence of the note that says what is missing, which is the last."""
+        return re.split(r"(?<=\.) (?=[A-Z])", self.note)[-1]
+
     def row(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -36,9 +42,14 @@ SURVEY4 = ("bsp_ps", "wfbp_ps", "bytescheduler_ps", "bsp_a2a", "wfbp_a2a", "mg_w
 
 @functools.cache
 def catalogue() -> tuple[System, ...]:
-    """The 157 of the surveys and what belongs beside them, in the order of the surveys' groups."""
+    """The 157 systems of the surveys, and P3, which they do not name; in the order of the surveys' groups."""
     rows = json.loads((Path(__file__).parent / "catalogue.json").read_text(encoding="utf-8"))
     return tuple(System(**row | {k: tuple(row[k]) for k in ("aliases", "surveys")}) for row in rows)
+
+
+def is_known(name: str) -> bool:
+    """Whether a system has this id or alias."""
+    return name in dict(_names())
 
 
 def find(name: str) -> System:
@@ -53,11 +64,11 @@ def strategy(name: str) -> Strategy:
     """The strategy that a system's name stands for, or why there is none yet."""
     system = find(name)
     if system.strategy is None:
-        runnable = sorted(each.id for each in catalogue() if each.strategy)
-        reason = (
-            "lies outside of what Weft trains" if system.status == "outside" else "is planned, but does not run yet"
+        outside = system.status == "outside"
+        reason = "lies outside of what Weft trains" if outside else "is planned, but does not run yet"
+        raise UserError(
+            f"{system.name} {reason}; see `weft systems {system.id}`, or `weft systems --status runs` for others"
         )
-        raise UserError(f"{system.name} {reason}: {system.note} These run: {', '.join(runnable)}.")
     return Strategy.parse(system.strategy)
 
 

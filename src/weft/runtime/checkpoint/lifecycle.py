@@ -263,6 +263,8 @@ class Lifecycle:
             raise UserError(f"{what}, or turn checkpoints off with --save-every 0")
         log.warning("%s. No checkpoints are written until then", what)
         self.policy = Policy(every=0)
+        if signal.getsignal(signal.SIGTERM) == self._ask:  # there is nothing to save before an exit
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def save(self) -> None:
         """Save the run now or, within a step, after that step. A collective call."""

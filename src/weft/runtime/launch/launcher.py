@@ -87,9 +87,9 @@ def launch(
             passing_on_termination(children, spec.grace_s) as requested,
         ):
             attend(children, pipe, on_line, on_progress, spec.survives_worker_loss, rendezvous_address)
-        if requested.is_set():
+        if requested:
             saved = all(child.process.returncode in (0, TERMINATED) for child in children)
-            raise Terminated("stopped, after it was saved" if saved else "stopped, before it could be saved")
+            raise Terminated("its processes ended before they had saved", requested[0], saved=saved)
         failed = [child for child in children if child.process.returncode != 0]
         if spec.survives_worker_loss and len(failed) < spec.workers and not any(child.server for child in failed):
             return  # some workers were lost, but the others reached the end
@@ -189,6 +189,7 @@ def _told(spec: Launch, job: Path, rank: int) -> dict[str, str]:
     options = RunOptions(
         job=job,
         strategy=str(spec.strategy) if spec.strategy else None,
+        strategy_source=spec.strategy_source if spec.strategy else None,
         steps=spec.steps,
         seed=spec.seed,
         device=spec.device,

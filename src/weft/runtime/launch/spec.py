@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weft.environment import Network
 from weft.errors import JobError, UserError
 from weft.runtime.launch.network import check_network
+from weft.runtime.launch.strategy_source import COMMAND_LINE
 from weft.transport.messaging import Key
 from weft.transport.tcp import parse_address
 
@@ -47,6 +48,8 @@ class Launch:
     """The number of processes, the highest ranks, that are started elsewhere with `weft join`."""
     network: Network = "untrusted"
     strategy: Strategy | None = None
+    strategy_source: str = COMMAND_LINE
+    """Where the strategy comes from, for the log."""
     steps: int | None = None
     seed: int | None = None
     device: str = "auto"
@@ -76,6 +79,8 @@ class Launch:
             raise UserError(f"-n is {self.workers}, but a run has at least one worker")
         if not 1 <= count <= self.workers:
             raise UserError(f"--processes is {count}, but must lie between 1 and the {self.workers} workers")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"--device is '{self.device}', but must be auto, cpu or cuda")
         if self.steps is not None and self.steps < 1:
             raise UserError(f"--steps is {self.steps}, but a run takes at least one step")
         if self.nodes < 1 or not 0 <= self.node_rank < self.nodes:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.strategy import Strategy
 
 DEFAULT = "the default"
+COMMAND_LINE = "the command line"
 
 
 def announce(strategy: Strategy, source: str, world: World) -> None:
@@ -29,8 +30,9 @@ def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str,
     """The source of the strategy, and the strategy itself."""
     from weft.strategy import Strategy  # imports torch
 
-    if spelled := RunOptions.from_env().strategy:
-        return "the command line", Strategy.parse(spelled)
+    told = RunOptions.from_env()
+    if told.strategy:
+        return told.strategy_source or COMMAND_LINE, Strategy.parse(told.strategy)
     if spelled := UserSettings.from_env().strategy:
         return UserSettings.names()["strategy"], Strategy.parse(spelled)
     beside = (job or Path(sys.argv[0] or ".")).absolute().parent / "weft.toml"

@@ -19,7 +19,8 @@ from weft.runtime.launch.process_groups import TERMINATED, Process, ended, signa
 from weft.runtime.launch.rendezvous import Rendezvous
 
 _GRACE_S = 2.0
-
+_SAME_S = 0.5
+"""A second signal within this time is the first one: `timeout` sends one to a command and one to its group."""
 
 _DRAIN_S = 1.0
 
@@ -36,7 +37,12 @@ class JobFailedError(WeftError):
 
 
 class Terminated(WeftError):
-    """The launcher was requested to terminate, and the run ended with it."""
+    """The run was stopped by a signal to the launcher: SIGTERM, or SIGINT as Ctrl-C sends it."""
+
+    def __init__(self, message: str, number: signal.Signals, *, saved: bool = False) -> None:
+        super().__init__(message)
+        self.number, self.saved = number, saved
+        """`saved`: whether the run was saved when it was stopped."""
 
 
 @dataclass
@@ -114,17 +120,25 @@ def _tell(text: bytes, on_progress: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 @contextmanager
-def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[threading.Event]:
-    """On SIGTERM, ask every process to save and exit within the grace period; a second SIGTERM ends the run at once."""
-    requested = threading.Event()
+def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[list[signal.Signals]]:
+    """On SIGTERM or SIGINT, ask every process to save and exit within the grace period; a second one ends the run.
+
+    The value holds the signal, if there was one.
+    """
+    requested: list[signal.Signals] = []
     if not grace_s or threading.current_thread() is not threading.main_thread():
         yield requested
         return
+    since = 0.0
 
-    def ask(*_: Any) -> None:
-        if requested.is_set():
-            raise Terminated("stopped at once by a second SIGTERM")
-        requested.set()
+    def ask(number: int, _: Any) -> None:
+        nonlocal since
+        if requested:
+            if time.monotonic() - since < _SAME_S:
+                return
+            raise Terminated(f"a second {signal.Signals(number).name} ended it at once", requested[0])
+        requested.append(signal.Signals(number))
+        since = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, grace_s)
         for child in children:
             if child.process.returncode is None and not child.server:  # servers exit when all workers have
@@ -132,15 +146,16 @@ def passing_on_termination(children: list[Child], grace_s: float) -> Iterator[th
                     os.kill(child.process.pid, signal.SIGTERM)
 
     def over(*_: Any) -> None:
-        raise Terminated(f"stopped, because it was not saved within {grace_s:g} s; allow more with --grace")
+        raise Terminated(f"it was not saved within {grace_s:g} s; allow more with --grace", requested[0])
 
-    usual, timer = signal.signal(signal.SIGTERM, ask), signal.signal(signal.SIGALRM, over)
+    handlers = {signal.SIGTERM: ask, signal.SIGINT: ask, signal.SIGALRM: over}
+    usual = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield requested
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGTERM, usual)
-        signal.signal(signal.SIGALRM, timer)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def _drain(children: list[Child], pipes: selectors.BaseSelector, on_line: Callable[[int, str], None]) -> None:
@@ -198,10 +213,23 @@ def raise_first_failure(children: list[Child], folder: Path) -> None:
         return
     rank = min(words, key=lambda rank: (words[rank]["kind"] == "PeerLost", words[rank]["time"]))
     word = words[rank]
+    if word["kind"] == "PeerLost" and (early := _ended_well(children)):
+        raise JobFailedError(
+            f"worker process {early[0]} left run.shard before the others; let all workers take as many steps", "", 1
+        )
     text = word["message"] if word["user"] else f"process {rank} of the run failed: {word['kind']}: {word['message']}"
     if word["kind"] == "Death":
         text = f"process {rank} of the run {word['message']}; the others were stopped"
     raise JobFailedError(text, word["traceback"], 2 if word["user"] else 1)
+
+
+def _ended_well(children: list[Child]) -> list[int]:
+    """The ranks of processes with workers that have ended without a failure; leaving a run takes them a moment."""
+    workers = [child for child in children if not child.server]
+    until = time.monotonic() + _GRACE_S
+    while not all(child.over() for child in workers) and time.monotonic() < until:
+        time.sleep(0.02)
+    return [child.rank for child in workers if child.over() and child.process.returncode == 0]
 
 
 def end_all(children: list[Child]) -> None:

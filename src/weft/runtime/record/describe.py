@@ -71,8 +71,8 @@ def describe(
 _LAUNCH = "launch.json"
 
 
-def describe_launch(folder: Path, spec: Launch) -> None:
-    """Write the options of the launch, so that the run can be resumed."""
+def describe_launch(folder: Path, spec: Launch, *, finished: bool = False) -> None:
+    """Write the options of the launch, so that the run can be resumed, and whether it has reached its end."""
     policy = spec.policy
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,15 @@ def describe_launch(folder: Path, spec: Launch) -> None:
         "device": spec.device,
         "share_gpus": spec.share_gpus,
         "policy": [policy.every, policy.last, policy.milestone] if policy else None,
+        "finished": finished,
     }
     write_json(folder / _LAUNCH, word)
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether a run has reached its end."""
+    word = read_json(folder, _LAUNCH)
+    return isinstance(word, dict) and word.get("finished") is True
 
 
 def launched(folder: Path) -> Launch:

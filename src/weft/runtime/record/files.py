@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -27,9 +28,9 @@ class writing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            raise JobError(
-                f"the run folder {self.path} cannot be written: {error.strerror}; free space or give another with --out"
-            ) from error
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free space, or give another with --out" if full else "give another with --out"
+            raise JobError(f"the run folder {self.path} cannot be written: {error.strerror}; {remedy}") from error
 
 
 def hold(folder: Path, what: str) -> IO[bytes]:

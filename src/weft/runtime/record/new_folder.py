@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,21 @@ from weft.errors import UserError
 from weft.runtime.record.files import writing
 
 _RUNS = Path("runs")
+_NAME_CHARACTERS = 40
+
+
+def folder_name(job: str, began: time.struct_time, strategy: str = "") -> str:
+    """A readable name: the job, the strategy in words, and the local date and time."""
+    words = [_in_words(text) for text in (job, strategy) if text]
+    return "_".join([*words, time.strftime("%Y-%m-%d_%H%M", began)])
+
+
+def _in_words(text: str) -> str:
+    """Letters, digits, dots and underscores of a text, with hyphens in place of the rest; long ones end at a word."""
+    whole = re.sub(r"[^\w.]+", "-", text).strip("-.")
+    if len(whole) <= _NAME_CHARACTERS:
+        return whole
+    return whole[: _NAME_CHARACTERS + 1].rpartition("-")[0] or whole[:_NAME_CHARACTERS]
 
 
 def new_folder(out: Path | None, name: str) -> tuple[Path, bool]:
