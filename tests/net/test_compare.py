@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(place: Path) -> dict[str, Any]:
     strategies = ["bsp / ring", "bsp / direct / error_feedback(topk(ratio=0.01))"]
-    options = ["--peers", "ddp", "--hosts", 2, "--bandwidth", "200mbit", "--steps", 9, "--seeds", 1]
+    options = ["--peers", "ddp", "--hosts", 2, "--bandwidth", "200mbit", "--steps", 10, "--seeds", 1]
     options += ["--target-loss", 4.5, "--out", "out", "--json", "result.json"]
     done = call("compare", "wide", *strategies, *options, "--", "--size", "1m", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def test_rows_hang_together(compared: dict[str, Any]) -> None:
     ring, _, ddp = compared["rows"]
     assert ring["final_loss"] == pytest.approx(ddp["final_loss"], abs=1e-4)
     assert set(compared["timelines"]["bsp / ring"]) == {"loop", "wire"}
-    assert len(compared["curves"]["ddp"]["loss"]) == 9
+    assert len(compared["curves"]["ddp"]["loss"]) == 10
 
 
 def test_a_contender_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_contender_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     job = tmp_path / "tied.py"
     job.write_text(TIED)
     result = weft.compare(
-        str(job), "bsp / ring", peers=["fsdp"], hosts=2, bandwidth="1gbit", steps=7, seeds=1, out=tmp_path / "out"
+        str(job), "bsp / ring", peers=["fsdp"], hosts=2, bandwidth="1gbit", steps=10, seeds=1, out=tmp_path / "out"
     )
     ring, fsdp = result.rows
     assert ring["error"] is None and ring["step_s"] > 0
@@ -116,8 +116,8 @@ for x in run.shard([torch.ones(4, 8)] * 100):
 
 def test_sleeping_compute_sends_what_real_compute_sends(tmp_path: Path, compared: dict[str, Any]) -> None:
     result = weft.compare(
-        *("wide", "bsp / ring"), peers=["ddp", "fsdp"], hosts=2, bandwidth="200mbit", compute="sleep", steps=7, seeds=1,
-        args=("--size", "1m"), out=tmp_path / "out",
+        *("wide", "bsp / ring"), peers=["ddp", "fsdp"], hosts=2, bandwidth="200mbit", compute="sleep", steps=10,
+        seeds=1, args=("--size", "1m"), out=tmp_path / "out",
     )  # fmt: skip
     ring, ddp, fsdp = result.rows
     assert ring["compute"] == "sleep" and ring["final_loss"] is None
@@ -170,7 +170,7 @@ def test_a_peer_sends_what_it_declares(peer: str, tmp_path: Path) -> None:
 
 
 def test_interrupted_it_keeps_what_is_finished(tmp_path: Path) -> None:
-    options = ["--hosts", "2", "--steps", "8", "--seeds", "9", "--out", "out", "--json", "result.json"]
+    options = ["--hosts", "2", "--steps", "10", "--seeds", "9", "--out", "out", "--json", "result.json"]
     command = [*WEFT, "compare", "wide", "bsp / ring", "bsp / direct", *options, "--", "--size", "tiny"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 120
@@ -179,17 +179,46 @@ def test_interrupted_it_keeps_what_is_finished(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, said
+    assert "weft: stopped; finished runs and the report are kept in " in said
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["interrupted"] and result["rows"][0]["error"] is None, said
     assert result["rows"][0]["step_s"] > 0 and result["rows"][1]["error"] == "stopped before it ran"
     assert (tmp_path / "out/report.html").exists()
 
 
+def test_interrupted_before_the_first_run_is_finished_it_leaves_nothing(tmp_path: Path) -> None:
+    command = [*WEFT, "compare", "wide", "bsp / ring", "--hosts", "2", "--", "--size", "tiny"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "one host alone" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == "weft: stopped before the first run was finished; nothing was kept\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_train_on_an_emulated_cluster_with_a_straggler(tmp_path: Path) -> None:
     options = ["--hosts", 2, "--bandwidth", "100mbit", "--link", "1=50mbit", "--slow", "1=2x", "--steps", 6]
-    done = call("train", "wide", *options, "--json", "-", "--", "--size", "tiny", cwd=tmp_path)
+    done = call("train", "text", *options, "--json", "-", "--", "--size", "tiny", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["workers"] == 2
+    assert "hostname of the client socket" not in done.stderr and "lr_scheduler" not in done.stderr
+
+
+def test_a_signal_to_the_process_group_lets_a_run_on_an_emulated_cluster_save(tmp_path: Path) -> None:
+    """As `timeout` sends it: to the launcher, and to the process that owns the cluster."""
+    options = ["--hosts", "2", "--out", "run", "--", "--size", "tiny"]
+    with subprocess.Popen(
+        [*WEFT, "train", "wide", *options], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        events = tmp_path / "run/events-0.jsonl"
+        until = time.monotonic() + 60
+        while not (events.exists() and events.stat().st_size) and time.monotonic() < until:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "; saved in run/checkpoints/step-" in said, said
 
 
 @pytest.mark.parametrize(
@@ -209,7 +238,6 @@ def test_train_on_an_emulated_cluster_with_a_straggler(tmp_path: Path) -> None:
         (["compare", "no-such-job"], "does not exist"),
         (["compare", "no-such-job", "bsp / ring", "--", "not", "a strategy"], "does not exist"),
         (["compare", "wide", "--profile", "nowhere.json", "--compute", "sleep"], "cannot be read"),
-        (["train", "wide", "--slow", "1=4x"], "add --hosts"),
         (["train", "wide", "--hosts", "2", "--processes", "1"], "leave --processes"),
         (["lab", "up", "--name", "a b"], "letters, digits"),
         (["lab", "down", "--name", "never"], "weft lab up"),
@@ -263,7 +291,7 @@ def forbidden(*args: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_where_namespaces_are_not_allowed_it_says_so_and_offers_loopback(tmp_path: Path) -> None:
-    options = ["wide", "bsp / ring", "--hosts", 2, "--steps", 6, "--seeds", 1, "--out", "out", "--json", "-"]
+    options = ["wide", "bsp / ring", "--hosts", 2, "--steps", 10, "--seeds", 1, "--out", "out", "--json", "-"]
     refused = forbidden("compare", *options, cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "allows no network namespaces" in refused.stderr and "--links loopback" in refused.stderr

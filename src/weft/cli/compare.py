@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperCommand
 
 from weft import systems
+from weft.cli import _compare_options as options
 from weft.cli import app
 from weft.cli._cluster import BandwidthOption, LinkOption, SlowOption, parse_links
+from weft.cli._command import Command
+from weft.cli._effects import refuse
+from weft.cli._forecast import Forecast
 from weft.cli._show import JsonOption, console, emit
+from weft.cli._strategy import parse_strategy
 from weft.errors import UserError
 from weft.lab import learning
 from weft.lab.compare import Comparison, conduct
 from weft.lab.contender import Contender
 from weft.lab.progress import Progress
 from weft.lab.rows import Row, by_step, one_host_row, rows_of
-from weft.lab.spec import DEFAULTS, CompareSpec, contenders
+from weft.lab.spec import CompareSpec, contenders
 from weft.lab.verdict import remarks
 from weft.lab.words import ms
 from weft.profile import Profile
+from weft.runtime.launch.supervise import Terminated
 from weft.strategy import Strategy
 from weft.units import bytes_text
 
+MISSING = "–"
 
-class _WithJob(TyperCommand):
+
+class _WithJob(Command):
     """A command that passes all words after -- to the job, whatever they look like."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -43,57 +50,40 @@ class _WithJob(TyperCommand):
         return super().parse_args(ctx, args[:at])
 
 
-MISSING = "–"
-StrategiesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="STRATEGY…", help=f"Strategies; by default {', '.join(DEFAULTS)}. After --, the arguments of the job."
-    ),
-]
-PeersOption = Annotated[
-    str,
-    typer.Option(
-        help="PyTorch baselines: ddp, ddp-tuned, ddp-fp16, ddp-powersgd, ddp-localsgd, fsdp. By default ddp if "
-        "no strategy is named, else none."
-    ),
-]
-
-
 @app.command(cls=_WithJob)
 def compare(
-    ctx: typer.Context,
-    job: Annotated[str, typer.Argument(help="A script, or a bundled job: text, wide, vision.")],
-    strategies: StrategiesArgument = None,
-    system: Annotated[list[str] | None, typer.Option(help="The strategy of a surveyed system. Repeatable.")] = None,
-    group: Annotated[str | None, typer.Option("--systems", help="All systems of a group that run.")] = None,
-    peers: PeersOption = "",
-    hosts: Annotated[int, typer.Option(help="Number of emulated hosts, with one worker each.")] = 4,
+    context: typer.Context,
+    job: options.Job,
+    strategies: options.Strategies = None,
+    system: options.Systems = None,
+    group: options.Group = None,
+    peers: options.Peers = "",
+    hosts: options.Hosts = 4,
     bandwidth: BandwidthOption = "1gbit",
     link: LinkOption = None,
     slow: SlowOption = None,
-    compute: Annotated[str, typer.Option(help="real, or sleep: replace compute by its measured duration.")] = "real",
-    profile: Annotated[
-        Path | None, typer.Option(help="Durations for --compute sleep, as a file; measured first by default.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run; the first five are warm-up.")] = 30,
-    seeds: Annotated[int, typer.Option(help="Number of seeds; every contender runs once with each.")] = 2,
-    target_loss: Annotated[float | None, typer.Option(help="Measure the time to reach this loss.")] = None,
-    links: Annotated[
-        str, typer.Option(help="emulated; loopback: without shaped links; auto: loopback if emulation is impossible.")
-    ] = "emulated",
-    out: Annotated[Path | None, typer.Option(help="Result folder; a new one in runs/ by default.")] = None,
+    links: options.Links = "emulated",
+    compute: options.Compute = "real",
+    profile: options.Durations = None,
+    steps: options.Steps = 30,
+    seeds: options.Seeds = 2,
+    target_loss: options.TargetLoss = None,
+    out: options.Out = None,
     json: JsonOption = None,
 ) -> None:
-    """Run JOB under each strategy on an emulated cluster, and compare the results in a table and a report."""
+    """Compare strategies side by side on an emulated cluster."""
     show = console(json)
     named = [name.strip() for name in peers.split(",") if name.strip()]
     published = _systems(system or [], group)
+    chosen = [parse_strategy(each) for each in strategies or ()]
+    if links == "loopback":
+        refuse(context, ("bandwidth",), "with --links loopback, which shapes no links; omit one of them")
     if profile is not None and compute != "sleep":
         raise UserError("--profile is for --compute sleep; omit it, or add --compute sleep")
     spec = CompareSpec(
         job=job,
-        args=tuple(ctx.meta["job"]),
-        contenders=(*published, *contenders(strategies or (), named, defaults=not published)),
+        args=tuple(context.meta["job"]),
+        contenders=(*published, *contenders(chosen, named, defaults=not published)),
         hosts=hosts,
         bandwidth=bandwidth,
         links=parse_links(link),
@@ -107,12 +97,15 @@ def compare(
         out=out,
         command=shlex.join(["weft", *sys.argv[1:]]),
     ).checked()
-    with _Watch(show) as watch:
-        found = conduct(spec, watch)
+    try:
+        with _Watch(show) as watch:
+            found = conduct(spec, watch)
+    except KeyboardInterrupt:
+        raise Terminated("stopped before the first run was finished; nothing was kept", signal.SIGINT) from None
     emit(found.result, json)
     _print_results(show, found)
     if found.result["interrupted"]:
-        raise KeyboardInterrupt
+        raise Terminated(f"stopped; finished runs and the report are kept in {found.folder}", signal.SIGINT)
 
 
 def _print_results(show: Console, found: Comparison) -> None:
@@ -166,7 +159,7 @@ class _Watch:
         self.show, self.done = show, 0
         self.said: set[str] = set()
         self.live = Live(console=show, refresh_per_second=2, transient=True) if show.is_terminal else None
-        self.began = time.monotonic()
+        self.forecast = Forecast()
 
     def __enter__(self) -> Self:
         if self.live is not None:
@@ -178,13 +171,10 @@ class _Watch:
             self.live.stop()
 
     def __call__(self, progress: Progress) -> None:
+        self.forecast.see(progress, time.monotonic())
         if not progress.emulated:
             self._say("hosts are processes on loopback, links are not shaped")
         self._say("one host alone, to measure its step time …")
-        if progress.expected_s is not None:
-            spec = progress.spec
-            runs = (len(spec.contenders) + 1) * spec.seeds
-            self._say(f"expected: about {_duration(progress.expected_s)} for {runs} runs of {spec.steps} steps")
         if self.live is not None:
             self.live.update(self._picture(progress))
         else:
@@ -198,19 +188,22 @@ class _Watch:
     def _lines(self, progress: Progress) -> None:
         done = sum(len(samples) for samples in progress.samples.values()) + len(progress.errors) + len(progress.alone)
         if done > self.done and not progress.running:
+            if not self.done:
+                runs = (len(progress.spec.contenders) + 1) * progress.spec.seeds
+                total = self.forecast.elapsed_s + self.forecast.left_s
+                self.show.print(f"expected: about {_duration(total)} for {runs} runs of {progress.spec.steps} steps")
             self.done = done
-            left = f", {_duration(self._left(progress))} left" if progress.expected_s else ""
-            self.show.print(f"{done} runs done{left}")
+            self.show.print(f"{done} run{'s' * (done > 1)} done{self._left()}")
 
-    def _left(self, progress: Progress) -> float:
-        return max(0.0, (progress.expected_s or 0.0) - (time.monotonic() - self.began))
+    def _left(self) -> str:
+        seconds = self.forecast.left_s
+        return f", about {_duration(seconds)} left" if seconds >= 1 else ""
 
     def _picture(self, progress: Progress) -> Table:
         table = _table(progress.rows(), self.show.width)
         event = progress.event
         at = f"step {event['step']}/{event['steps']}" if event else "starting"
-        left = f"about {_duration(self._left(progress))} left" if progress.expected_s else ""
-        table.caption = escape(f"{progress.running}: {at}   {left}" if progress.running else left)
+        table.caption = escape(f"{progress.running}: {at}{self._left()}" if progress.running else self._left()[2:])
         return table
 
 

@@ -38,7 +38,7 @@ from weft.runtime.launch.start import Start, can_fork, template
 from weft.runtime.launch.supervise import JobFailedError
 from weft.runtime.record import run_folder
 from weft.runtime.record.files import write_json
-from weft.runtime.record.new_folder import new_folder, remove_folder
+from weft.runtime.record.new_folder import folder_name, new_folder, remove_folder
 from weft.strategy import Strategy
 
 _ALONE = Contender(name="computing alone", peer="alone")
@@ -87,7 +87,8 @@ def compare(
 
 def conduct(spec: CompareSpec, watch: Callable[[Progress], None]) -> Comparison:
     """Carry a comparison out. Interrupted, it keeps and reports what is finished."""
-    folder, made = new_folder(Path(spec.out) if spec.out is not None else None, f"compare-{find_job(spec.job).stem}")
+    name = folder_name(f"compare-{find_job(spec.job).stem}", time.localtime())
+    folder, made = new_folder(Path(spec.out) if spec.out is not None else None, name)
     out = folder.absolute()
     progress = Progress(spec=spec)
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -170,7 +171,8 @@ def _runs(
     if measured and progress.profile:
         progress.one_host = once(one, replace(short, profile=progress.profile), 0, "one-host-asleep", hosts=1)
     task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=progress.profile)
-    progress.expected_s = _expected(spec, progress, startup)
+    progress.forecast_s = _expected(spec, progress, startup)
+    progress.expected_s = sum(progress.forecast_s.values()) * spec.seeds
     watch(progress)
     for seed in range(spec.seeds):
         order = [_ALONE, *spec.contenders]
@@ -202,19 +204,19 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _expected(spec: CompareSpec, progress: Progress, startup: float) -> float:
-    """How long it will take: starting, and for each step the larger of computing on shared cores and the wire."""
+def _expected(spec: CompareSpec, progress: Progress, startup: float) -> dict[str, float]:
+    """The time of one run by contender: starting, and for each step computing on shared cores and the wire."""
     assert progress.one_host is not None
     cores = os.cpu_count() or 1
     crowd = max(1.0, spec.hosts * progress.threads / cores)
     computing = progress.reference.one_host_s * (crowd if spec.compute == "real" else 1.0)
     specs = run_folder.model(progress.one_host.folder)
     rate = progress.payload_bytes_s
-    total = 0.0
+    found = {}
     for contender in (_ALONE, *spec.contenders):
         wire = contender.declared_bytes(specs, spec.hosts) / rate if rate else 0.0
-        total += startup * crowd + spec.steps * (computing + wire)
-    return total * spec.seeds
+        found[contender.name] = startup * crowd + spec.steps * (computing + wire)
+    return found
 
 
 def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dict[str, Any]:

@@ -33,6 +33,9 @@ class Progress:
     event: dict[str, Any] = field(default_factory=dict)
     """The latest event of the run that is under way."""
     expected_s: float | None = None
+    """The predicted time of all runs; None before one host has been measured."""
+    forecast_s: dict[str, float] = field(default_factory=dict)
+    """The predicted time of one run, by contender."""
     interrupted: bool = False
 
     @property

@@ -10,7 +10,7 @@ from typing import Literal
 
 from weft.errors import UserError
 from weft.lab import peers
-from weft.lab.contender import Contender
+from weft.lab.contender import WARMUP, Contender
 from weft.lab.instruments.straggler import Slow
 from weft.profile import Profile
 from weft.runtime.launch.launcher import find_job
@@ -25,6 +25,9 @@ DEFAULTS = (
 """The strategies that are compared where none is named: the default, overlapped with the next forward, and with 8 and
 4 bits a value, which learn as dense gradients do."""
 DEFAULT_PEERS = ("ddp",)
+
+MIN_MEASURED = 5
+"""The fewest steps after warm-up from which step times are taken."""
 
 Compute = Literal["real", "sleep"]
 Links = Literal["emulated", "loopback", "auto"]
@@ -78,12 +81,21 @@ class CompareSpec:
             raise UserError(f"'{twice}' is named twice; name each contender once")
         if self.hosts < 2:
             raise UserError(f"--hosts is {self.hosts}, but comparing ways of distributing takes at least 2")
-        if self.steps < 2 or self.seeds < 1:
-            raise UserError("--steps must be at least 2 and --seeds at least 1")
+        if self.steps < (least := WARMUP + MIN_MEASURED):
+            raise UserError(
+                f"--steps is {self.steps}, but the first {WARMUP} steps are warm-up and at least {MIN_MEASURED} are "
+                f"measured; give {least} or more"
+            )
+        if self.seeds < 1:
+            raise UserError(f"--seeds is {self.seeds}, but every contender runs with at least 1")
         if self.compute not in ("real", "sleep"):
             raise UserError(f"--compute is '{self.compute}', but must be real or sleep")
         if self.network not in ("emulated", "loopback", "auto"):
             raise UserError(f"--links is '{self.network}', but must be emulated, loopback or auto")
+        if self.network == "loopback" and self.links:
+            raise UserError("--link has no effect with --links loopback, which shapes no links; omit one of them")
+        if self.compute == "sleep" and self.target_loss is not None:
+            raise UserError("--target-loss has no effect with --compute sleep, which learns nothing; omit one of them")
         parse_slow(self.slow, self.hosts)
         for contender in self.contenders:
             if contender.strategy is not None:
