@@ -9,28 +9,37 @@ import typer
 
 from weft.axis import AXES, DEFAULTS, Answer, catalogue, field_docs
 from weft.cli import app
-from weft.cli._show import JsonOption, console, emit, table
+from weft.cli._command import Command
+from weft.cli._explain import QUESTIONS
+from weft.cli._show import JsonOption, console, emit, entry
 from weft.errors import UserError, nearest
 
 
-@app.command()
+@app.command(cls=Command)
 def answers(
-    axis: Annotated[str | None, typer.Argument(help="One of the six questions; all of them by default.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One of the six questions, or one answer; everything by default.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """List the answers to the six questions and their parameters."""
-    if axis is not None and axis not in AXES:
-        raise UserError(f"'{axis}' is not one of the six questions{nearest(axis, AXES)}")
-    rows = [_row(each, name, kind) for each in AXES if axis in (None, each) for name, kind in catalogue(each).items()]
-    emit({"rows": rows}, json)
+    """List what a strategy can be composed of, with parameters."""
+    known = [(axis, each, kind) for axis in AXES for each, kind in catalogue(axis).items()]
+    chosen = [_row(*row) for row in known if name in (None, *row[:2])]
+    if name is not None and not chosen:
+        names = [*AXES, *(each for _, each, _ in known)]
+        raise UserError(f"'{name}' is neither one of the six questions nor an answer{nearest(name, names)}")
+    emit({"rows": chosen}, json)
     out = console(json)
-    shown = [[r["axis"], r["name"] + (" *" if r["default"] else ""), r["meaning"]] for r in rows]
-    table(out, ["question", "answer", "meaning"], shown)
-    for row in rows:
-        for parameter in row["parameters"]:
-            default = "" if parameter["default"] is None else f" = {parameter['default']}"
-            out.print(f"  {row['name']}({parameter['name']}{default}): {parameter['meaning']}")
-    out.print("\n* the default of its question")
+    for axis in dict.fromkeys(row["axis"] for row in chosen):
+        out.print(f"{axis}: {QUESTIONS[axis]}\n")
+        for row in chosen:
+            if row["axis"] == axis:
+                entry(out, row["name"] + " *" * row["default"], row["meaning"], indent=2)
+                for parameter in row["parameters"]:
+                    default = "" if parameter["default"] is None else f" = {parameter['default']}"
+                    entry(out, parameter["name"] + default, parameter["meaning"], indent=4)
+        out.print()
+    out.print("* the default of its question")
 
 
 def _row(axis: str, name: str, kind: type[Answer]) -> dict[str, Any]:

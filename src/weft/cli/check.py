@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from weft.cli import app
-from weft.cli._show import JsonOption, console, emit, table
+from weft.cli._command import Command
+from weft.cli._explain import EXAMPLE, QUESTIONS, WORKERS, exact, kind, meanings, rounds, wire_bytes
+from weft.cli._show import JsonOption, console, emit, entry, table
+from weft.cli._strategy import parse_strategy
 from weft.strategy import Strategy
+from weft.units import bytes_text
 
-QUESTIONS = {
-    "partition": "where the model lives",
-    "optimization": "whose optimizer steps",
-    "synchrony": "when a worker may start its next step",
-    "topology": "who talks to whom",
-    "compression": "what goes on the wire",
-    "schedule": "in which order it leaves",
-}
+_ANSWER_COLUMN = 39
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     strategy: Annotated[str, typer.Argument(help='A strategy, as in "bsp / ring / wfbp", or @file.toml.')],
     json: JsonOption = None,
 ) -> None:
-    """Explain a strategy in words, or why it is not valid and what to use instead."""
-    value = Strategy.parse(strategy).check()
+    """Explain a strategy, or why it is not valid, with an alternative."""
+    value = parse_strategy(strategy).check()
+    words = meanings(value)
     rows = [
-        {"question": QUESTIONS[axis], "axis": axis, "answer": str(answer), "meaning": answer.summary}
+        {"question": QUESTIONS[axis], "axis": axis, "answer": str(answer), "meaning": words[axis]}
         for axis, answer in value.answers()
     ]
-    emit({"strategy": str(value), "exact": exact(value), "kind": kind(value), "rows": rows}, json)
+    costs = {
+        "rounds": {str(workers): rounds(value, workers) for workers in WORKERS},
+        "wire_bytes": {str(workers): wire_bytes(value, workers) for workers in WORKERS},
+    }
+    emit({"strategy": str(value), "exact": exact(value), "kind": kind(value), **costs, "rows": rows}, json)
     out = console(json)
     out.print(f"{value}\n")
-    table(out, ["question", "answer", "meaning"], [[r["question"], r["answer"], r["meaning"]] for r in rows])
-    out.print(f"\n{kind(value)}")
+    for row in rows:
+        entry(out, row["question"], row["answer"], column=_ANSWER_COLUMN)
+        entry(out, "", row["meaning"], column=_ANSWER_COLUMN + 2)
+    out.print(f"\n{textwrap.fill(kind(value), out.width)}\n")
+    _print_costs(out, value)
 
 
-def exact(strategy: Strategy) -> bool:
-    """Whether results have the same bits for any layout of the run."""
-    return strategy.topology.exact and strategy.synchrony.lockstep
-
-
-def kind(strategy: Strategy) -> str:
-    """How reproducible the results are, in one or two sentences."""
-    if not strategy.synchrony.lockstep:
-        return "Workers do not wait for each other: results depend on the order of arrival, and no run repeats another."
-    if exact(strategy):
-        return "Results are bit-identical for any number of processes, any buckets and any schedule."
-    return (
-        "Replicas are identical and a run repeats exactly on the same layout; another number of processes or other "
-        "buckets change the last bits. `direct` does not have this limit."
-    )
+def _print_costs(out: Console, value: Strategy) -> None:
+    """Rounds and bytes of an exchange for some numbers of workers."""
+    if value.shares_memory:
+        out.print("Nothing is sent.")
+        return
+    out.print(textwrap.fill(f"An exchange in one bucket, for a model of {EXAMPLE}:", out.width) + "\n")
+    rows = [[n, rounds(value, n), bytes_text(wire_bytes(value, n))] for n in WORKERS]
+    table(out, ["workers", "rounds", "a worker sends per step"], rows)
