@@ -197,7 +197,8 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
     changed = (
         JOB.format(body="pass").replace("nn.Linear(4, 8)", "nn.Linear(4, 9)").replace("nn.Linear(8,", "nn.Linear(9,")
     )
-    before = (saved / "job.py").read_text()
+    launch = saved / "run/launch.json"
+    before, launched = (saved / "job.py").read_text(), launch.read_text()
     try:
         (saved / "job.py").write_text(changed)
         assert "is a checkpoint of another job: it has 0.weight with shape [8, 4]" in refused(
@@ -207,6 +208,7 @@ def test_what_cannot_go_on_is_refused_in_one_sentence(saved: Path) -> None:
         assert "was made with Adam, but the job now has SGD" in refused(saved, "--resume", "run", "--steps", 50)
     finally:
         (saved / "job.py").write_text(before)
+        launch.write_text(launched)
     assert [verify(folder).step for folder in found_in(saved / "run/checkpoints")] == [40, 20]
 
 

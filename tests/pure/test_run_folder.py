@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from weft.cli.train import _folder, _tidy
+from weft.cli.train import _tidy
 from weft.errors import UserError
 from weft.runtime.record.files import append_line, hold, write_json
+from weft.runtime.record.new_folder import new_folder
 from weft.runtime.record.run_folder import events, summary
-from weft.strategy import Strategy
 
 
 def event(step: int, **more: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_launchers_that_start_together_have_a_folder_each(tmp_path: Path, monkey
 
     def launcher(_: int) -> tuple[Path, bool]:
         ready.wait()
-        return _folder(None, Path("job.py"), Strategy.parse("bsp / direct"))
+        return new_folder(None, "job")
 
     with ThreadPoolExecutor(4) as launchers:
         found = list(launchers.map(launcher, range(4)))
