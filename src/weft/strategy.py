@@ -7,6 +7,7 @@ refused with a remedy before anything starts.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ class Strategy:
         for axis, table in self.spelled_out().items():
             _toml_table(axis, table, lines)
         return "\n".join(lines).strip() + "\n"
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits of the spelling's hash, for file names."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:8]
 
     @property
     def has_servers(self) -> bool:
