@@ -191,7 +191,7 @@ def check_names(env: Mapping[str, str] = os.environ) -> None:
     known = [name for group in GROUPS for name in group.names().values()]
     for name in env:
         if name.startswith("WEFT_") and name not in known:
-            raise UserError(f"{name} is not a variable of Weft{nearest(name, known)}; unset it")
+            raise UserError(f"Weft has no variable {name}, so unset it or correct it{nearest(name, known)}")
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

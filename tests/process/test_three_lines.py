@@ -72,7 +72,7 @@ def test_data_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_variable_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match="WEFT_STRATGY is not a variable of Weft; did you mean 'WEFT_STRATEGY'"):
+    with pytest.raises(UserError, match="WEFT_STRATGY, so unset it or correct it; did you mean 'WEFT_STRATEGY'"):
         check_names({"WEFT_STRATGY": "bsp / ring", "PATH": ""})
 
 

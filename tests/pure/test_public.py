@@ -28,12 +28,18 @@ def test_public_names() -> None:
         "__version__",
         "compare",
         "init",
+        "load",
     ]
     assert all(getattr(weft, name) is not None for name in weft.__all__)
     methods = {name for name in vars(weft.Run) if not name.startswith("_")}
     assert methods == {
         *(
             "accumulate",
+            "epochs",
+            "evaluate",
+            "gather",
+            "mean",
+            "sum",
             "clip",
             "close",
             "distribute",

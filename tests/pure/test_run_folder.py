@@ -101,7 +101,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_step_is_said(tmp_path: Path) -> None:
     written(tmp_path, 0, [])
-    with pytest.raises(UserError, match="has no steps"):
+    with pytest.raises(UserError, match="has no optimizer step"):
         summary(tmp_path)
 
 

@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from weft.environment import check_names
 from weft.errors import UserError
 from weft.runtime.launch.supervise import JobFailedError, Terminated
 
@@ -69,6 +70,7 @@ def main() -> None:
         for name in [chosen] if chosen in COMMANDS else COMMANDS:
             importlib.import_module(f"weft.cli.{name}")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        check_names()
         app()
     except UserError as error:
         sys.stderr.write(f"weft: {error}\n")
