@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.errors import UserError
+from weft.lazy import torch
 
-Payload = tuple[Tensor, ...]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Payload = tuple["Tensor", ...]
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Spec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=lambda: torch.float32)
 
     @property
     def numel(self) -> int:

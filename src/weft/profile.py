@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy
-
 from weft.errors import UserError
+from weft.lazy import numpy
 
 
 @dataclass(frozen=True, kw_only=True)

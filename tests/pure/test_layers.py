@@ -21,7 +21,7 @@ HOME = Path(weft.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "native", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
+    ("errors", "environment", "lazy", "native", "units", "ops", "profile", "threads", "kernels", "numerics", "jobs"),
     ("axis",),
     AXES,
     ("strategy", "rounds"),

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 
-import torch
-import torch.distributed as dist
-
 from weft.environment import LocalLauncher
+from weft.lazy import torch
 from weft.runtime.launch.process_groups import die_with_launcher
 from weft.runtime.launch.world import World
 from weft.units import bytes_text
@@ -69,7 +67,7 @@ def pytorch() -> Check:
 
 
 def gloo() -> Check:
-    ok = dist.is_available() and dist.is_gloo_available()
+    ok = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     remedy = "" if ok else "install a PyTorch build with Gloo, such as the ones on pytorch.org"
     return Check("Gloo", ok, "available" if ok else "not in this PyTorch", remedy)
 
@@ -99,7 +97,7 @@ def nccl() -> Check:
         count = _gpus()
     if not count:
         return Check("NCCL", True, "not needed without GPUs", required=False)
-    if dist.is_available() and dist.is_nccl_available():
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         return Check("NCCL", True, ".".join(str(part) for part in torch.cuda.nccl.version()))
     return Check("NCCL", False, "not in this PyTorch", "install a PyTorch build with NCCL, or train with --device cpu")
 
@@ -177,9 +175,9 @@ def meet(rank: int, store: str) -> None:
     die_with_launcher()
     World(process=rank, processes=2, local_process=rank, workers=2, store=store).connect(torch.device("cpu"), _MEET_S)
     total = torch.ones(1)
-    dist.all_reduce(total)
+    torch.distributed.all_reduce(total)
     assert total.item() == 2, "the sum of 1 and 1 is not 2"
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 # --- optional checks ------------------------------------------------------------------------------------------------

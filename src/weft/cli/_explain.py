@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from weft.lazy import torch
 from weft.ops import Place, Spec
 from weft.strategy import Strategy
 from weft.synchrony import View
@@ -22,7 +25,17 @@ EXAMPLE = "25 M float32 parameters (25 matrices of 1000 x 1000)"
 
 def example() -> tuple[Spec, ...]:
     """The parameters of the example."""
-    return tuple(Spec(f"layer{number}", (1000, 1000)) for number in range(25))
+    return tuple(Spec(f"layer{number}", (1000, 1000), cast("torch.dtype", _Float32())) for number in range(25))
+
+
+class _Float32:
+    """`torch.float32`, with the properties that sizes depend on at hand: pricing a strategy then imports no torch."""
+
+    itemsize = 4
+    is_complex = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.float32, name)
 
 
 def meanings(strategy: Strategy) -> dict[str, str]:

@@ -6,15 +6,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.axis import Answer
+from weft.lazy import torch
 from weft.ops import Flow, Round, Spec
 
-State = dict[str, dict[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, dict[str, "Tensor"]]
 """State that a compressor keeps between steps: by parameter, then by a key of its own; never by bucket."""
 
 
@@ -93,8 +94,9 @@ class Context:
         """A PyTorch generator seeded with that key."""
         return torch.Generator().manual_seed(self.key(name, shared=shared))
 
-    def scratch(self, what: str, piece: Piece, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Scratch memory for a parameter, reused from step to step; zero at first."""
+    def scratch(self, what: str, piece: Piece, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Scratch memory for a parameter, reused from step to step; zero at first. Bytes, unless a dtype is given."""
+        dtype = dtype or torch.uint8
         place = (self.rank, what, piece.spec.name, count, dtype)
         if place not in self.scratch_memory:
             self.scratch_memory[place] = torch.zeros(count, dtype=dtype, device=piece.grad.device)

@@ -18,15 +18,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import PayloadError
+from weft.lazy import torch
 from weft.ops import All, Flow, Round, Scatter, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 A_ROUND = 16 * 1024
 """Bytes that travel in the time of one additional round, attributed to one parameter."""

@@ -3,16 +3,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, final
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, State
+from weft.lazy import torch
 from weft.ops import Flow, Round, Spec, Sum
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final
@@ -23,16 +22,20 @@ class Cast(Compressor):
     dtype: Literal["bf16", "fp16"] = "bf16"
     """The dtype on the wire: bf16 has the range of float32, fp16 has three more bits of precision."""
 
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float16
+
     def error(self, x: Tensor, spec: Spec) -> float:
         """Half a unit in the last place. The smallest step of fp16 is 2^-24, and beyond 65504 it is infinite."""
-        info = torch.finfo(_DTYPES[self.dtype])
+        info = torch.finfo(self._wire_dtype)
         if x.abs().max() > info.max:
             return math.inf
         return float(x.double().norm()) * info.eps / 2 + math.sqrt(x.numel()) * info.smallest_normal * info.eps
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[State]:
         sizes = [piece.grad.numel() for piece in bucket.pieces]
-        payload = ctx.scratch("cast", bucket.pieces[0], sum(sizes), _DTYPES[self.dtype])
+        payload = ctx.scratch("cast", bucket.pieces[0], sum(sizes), self._wire_dtype)
         for piece, part in zip(bucket.pieces, payload.split(sizes), strict=True):
             fast = kernels.of(piece.grad)
             if fast and self.dtype == "bf16":

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-import torch
-
 from weft.compression import Bucket, Compressor, Context, State
 from weft.compression.topk import Topk
+from weft.lazy import torch
 from weft.ops import All, Flow, Round, Spec
 
 _FIRST = 0.25

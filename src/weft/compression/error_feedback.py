@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft.compression import Bucket, Compressor, Context, State
+from weft.lazy import torch
 from weft.ops import Flow, Round, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

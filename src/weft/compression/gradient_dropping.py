@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft.compression import Context, Piece
 from weft.compression._sparse import Sparse
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SAMPLE = 4096
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar, final
 
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.compression.dense import Dense
 from weft.ops import Flow, Round, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Has = TypeVar("Has", Piece, Spec)
 

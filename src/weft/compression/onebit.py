@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft import kernels
 from weft.compression._coded import Coded, numbers, put
+from weft.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft.compression import Bucket, Compressor, Context, State
 from weft.compression.dense import Dense
 from weft.ops import Flow, Round, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

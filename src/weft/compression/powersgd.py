@@ -3,14 +3,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
+from weft.lazy import torch
 from weft.ops import Flow, Round, Spec, Sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft.compression import Context, Piece
 from weft.compression._sparse import Sparse
+from weft.lazy import torch
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

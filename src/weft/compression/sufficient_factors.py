@@ -2,17 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.errors import PayloadError
+from weft.lazy import torch
 from weft.ops import All, Flow, Round, Spec, Sum
 
-_CLOSE = {torch.float32: 1e-5, torch.float64: 1e-13}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final
@@ -78,7 +77,8 @@ class SufficientFactors(Compressor):
         """The number of rows of a parameter's factors here; -1 if its gradient is not their product."""
         if piece.grad.is_meta:
             return self.batch if len(piece.spec.shape) == 2 else -1
-        if piece.factors is None or piece.residual is not None or piece.grad.dtype not in _CLOSE:
+        tolerance = _tolerance(piece.grad.dtype)
+        if piece.factors is None or piece.residual is not None or tolerance is None:
             return -1
         left, right = piece.factors
         if left.dtype is not piece.grad.dtype or right.dtype is not piece.grad.dtype:
@@ -86,7 +86,12 @@ class SufficientFactors(Compressor):
         probe = kernels.uniform(right.shape[1], ctx.key(piece.spec.name), right.device).to(right.dtype) - 0.5
         off = (piece.grad.view(piece.spec.shape) @ probe - left.T @ (right @ probe)).abs()
         most = left.abs().T @ (right.abs() @ probe.abs())
-        return len(left) if bool((off <= _CLOSE[piece.grad.dtype] * most).all()) else -1
+        return len(left) if bool((off <= tolerance * most).all()) else -1
+
+
+def _tolerance(dtype: torch.dtype) -> float | None:
+    """The rounding error of a product, relative to the sum of its absolute terms; None: factors are not used."""
+    return {torch.float32: 1e-5, torch.float64: 1e-13}.get(dtype)
 
 
 def _counted(pieces: Sequence[Piece], counts: Tensor) -> list[int]:

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft import kernels
 from weft.compression._coded import Coded, numbers
 from weft.compression.twobit import ternary_decode, ternary_encode
+from weft.lazy import torch
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final
@@ -52,8 +52,8 @@ class Terngrad(Coded):
     def _scale(self, x: Tensor) -> Tensor:
         fast = kernels.of(x)
         wide = x.double() if fast is None else x
-        moments = fast.moments(x) if fast else (wide.abs().max(), wide.sum(), wide.square().sum())
-        most, total, squares = cast(Sequence[Tensor], moments)
+        most: Tensor
+        most, total, squares = fast.moments(x) if fast else (wide.abs().max(), wide.sum(), wide.square().sum())
         if not math.isfinite(self.clip):
             return most
         deviation = (squares / x.numel() - (total / x.numel()).square()).clamp(min=0).sqrt()

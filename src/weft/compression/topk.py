@@ -3,15 +3,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft import kernels
 from weft.compression import Bucket, Compressor, Context, Piece, State
 from weft.compression._sparse import check_places
+from weft.lazy import torch
 from weft.ops import All, Flow, Round, Spec, nameable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SAMPLE = 16384
 

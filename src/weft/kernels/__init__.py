@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from weft.environment import UserSettings
+from weft.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of(tensor: Tensor) -> ModuleType | None:

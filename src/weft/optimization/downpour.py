@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, final
 
 from weft.optimization import Exchange, LocalSteps, Side, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-import numpy
-
+from weft.lazy import numpy
 from weft.ops import Spec
 from weft.profile import Cost, Measured
 from weft.schedule import Rounds, Schedule, Timetable

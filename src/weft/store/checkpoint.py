@@ -26,13 +26,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import JobError, LoopError, UserError
 from weft.store.plain import Tree, tensors_in
 from weft.store.shards import DamagedError, Seal, check, names, read, write
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 _MANIFEST_BYTES = 2**28

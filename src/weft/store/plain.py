@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-import numpy
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import UserError
+from weft.lazy import numpy, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Tree = Any
 _DEEPEST = 64
@@ -32,7 +32,7 @@ def plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:
             return int(value)
         case float():
             return value if math.isfinite(value) else {"float": repr(float(value))}
-        case Tensor():
+        case torch.Tensor():
             while name in tensors:  # "a/b" of one mapping may collide with "b" of another's "a"
                 name += "'"
             tensors[name] = value.detach()

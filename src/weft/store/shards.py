@@ -17,31 +17,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from weft.errors import UserError
+from weft.lazy import torch
 from weft.transport.tensor_bytes import raw
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_BYTES = 2**26
@@ -200,10 +201,11 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
     entries: dict[str, Any] = {}
     at = 0
     for name, tensor in _ordered(tensors).items():
-        if tensor.dtype not in _NAMES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _NAMES:
             raise UserError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it before saving")
         end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -224,7 +226,7 @@ def _parsed(whole: Tensor) -> dict[str, Tensor]:
     tensors = {}
     for name, entry in json.loads(bytes(memory[8 : 8 + length])).items():
         start, end = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        dtype, shape = getattr(torch, _DTYPES[entry["dtype"]]), entry["shape"]
         if not 0 <= start <= end <= len(data) or end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} lies at {start} to {end}, but is {entry['dtype']} {shape}")
         part = data[start:end]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from weft.synchrony import Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

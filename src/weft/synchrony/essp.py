@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft.synchrony import Synchrony, View
 from weft.synchrony.ssp import Ssp
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft.synchrony import Synchrony, View
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

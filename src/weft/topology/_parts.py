@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from weft.ops import Flow, Payload, Place, Recv, Scatter, Send
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def bounds(numel: int, parts: int) -> list[tuple[int, int]]:

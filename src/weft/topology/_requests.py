@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from weft.ops import Await, Flow, Issue, Place, Pull, Push
 from weft.topology._parts import bounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def push_and_pull(payload: Tensor, servers: Sequence[int], me: int, askers: int) -> Flow[Tensor]:

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft.ops import Flow, Place, Sum
 from weft.topology import ServerTopology
 from weft.topology._parts import pairwise_seconds
 from weft.topology._requests import push_and_pull
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

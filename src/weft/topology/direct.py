@@ -2,14 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-import torch
-from torch import Tensor
-
+from weft.lazy import torch
 from weft.ops import All, Collective, Flow, Payload, Place, Recv, Scatter, Send, Sum
 from weft.topology import CollectiveTopology
 from weft.topology._parts import bounds, pairwise, pairwise_seconds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from weft.ops import All, Collective, Flow, Place, Recv, Scatter, Send, Sum
 from weft.topology import CollectiveTopology
 from weft.topology._double import gather, gather_bytes, gather_seconds
 from weft.topology._parts import fold, fold_groups, pairwise, pairwise_seconds, unfold
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, final
 
 from weft.ops import Flow, Place, Sum
 from weft.topology import ServerTopology
 from weft.topology._requests import push_and_pull, round_trip_seconds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @final

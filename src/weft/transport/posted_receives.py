@@ -12,9 +12,8 @@ import time
 from collections import defaultdict, deque
 from typing import final
 
-import numpy
-
 from weft.errors import PeerLost
+from weft.lazy import numpy
 from weft.transport.parcel import Parcel
 from weft.transport.peer import Inbound, peer_lost
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import SpellingError
 from weft.runtime.loop.instruments import InstrumentedRun
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 _MIN_SLEEP_S = 0.0005
 """A shorter sleep is mostly the cost of waking up; it is saved up, or left out."""

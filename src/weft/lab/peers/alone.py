@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.lab.peers import Peer
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class Alone(Peer):

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class Ddp(Peer):
@@ -17,6 +17,8 @@ class Ddp(Peer):
     sentence: ClassVar[str] = "DistributedDataParallel as it comes: buckets of 25 MiB, all-reduced beside backward."
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from torch.nn.parallel import DistributedDataParallel
+
         return DistributedDataParallel(model), optimizer
 
     def bytes(self, specs: Sequence[Spec], workers: int) -> float:

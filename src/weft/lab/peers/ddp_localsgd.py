@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 PERIOD = 8
 _START = 2
@@ -26,6 +23,10 @@ class DdpLocalsgd(Peer):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+        from torch.nn.parallel import DistributedDataParallel
 
         wrapped = DistributedDataParallel(model)
         alone = dist.new_subgroups(1)[0]

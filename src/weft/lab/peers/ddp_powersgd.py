@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
-
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 _LEAST_GAIN = 2
 """The hook leaves a matrix as it is unless its factors are so many times smaller."""
@@ -27,6 +26,9 @@ class DdpPowersgd(Peer):
     )
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+        from torch.nn.parallel import DistributedDataParallel
+
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         wrapped = DistributedDataParallel(model, bucket_cap_mb=math.ceil(2 * size / 2**20) + 1)
         state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.lab.peers import Peer, all_reduced
 from weft.ops import Spec
 from weft.runtime.launch.malloc import keep_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class DdpTuned(Peer):
@@ -21,6 +21,8 @@ class DdpTuned(Peer):
     )
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from torch.nn.parallel import DistributedDataParallel
+
         keep_memory()
         return DistributedDataParallel(
             model, bucket_cap_mb=10, gradient_as_bucket_view=True, static_graph=True

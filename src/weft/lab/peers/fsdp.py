@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.lab.peers import Peer
+from weft.lazy import torch
 from weft.ops import Spec
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class Fsdp(Peer):
@@ -20,8 +19,11 @@ class Fsdp(Peer):
     sleeps: ClassVar[bool] = False
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         names = {parameter: name for name, parameter in model.named_parameters()}
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -36,7 +38,7 @@ class Fsdp(Peer):
 
 def _blocks(model: nn.Module) -> list[Any]:
     """What is sharded by itself: the members of the model's longest sequence that have parameters."""
-    sequences = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
+    sequences = [m for m in model.modules() if isinstance(m, (torch.nn.Sequential, torch.nn.ModuleList))]
     longest = max(sequences, key=len, default=None)
     members = list(longest) if longest is not None else []
     return [block for block in members if any(p.requires_grad for p in block.parameters())]

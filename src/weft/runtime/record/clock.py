@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from weft.lazy import torch
 
 Stamp = Any
 """A float on CPU, a CUDA event on CUDA; opaque except to `Clock.seconds`."""

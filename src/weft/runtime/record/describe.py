@@ -8,22 +8,24 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import weft
 from weft import jobs
 from weft.environment import LabOptions, RunOptions
 from weft.errors import UserError
+from weft.lazy import torch
 from weft.ops import Spec
 from weft.runtime.launch.spec import Launch
-from weft.runtime.launch.world import World
-from weft.runtime.record.clock import Clock
 from weft.runtime.record.events import Recorder, progress_pipe
 from weft.runtime.record.files import write_json, write_text, writing
 from weft.runtime.record.run_folder import read_json, typed
 from weft.store.checkpoint import Policy
 from weft.strategy import Strategy
+
+if TYPE_CHECKING:
+    from weft.runtime.launch.world import World
+    from weft.runtime.record.clock import Clock
 
 
 def open_recorder(

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from torch import Tensor
-
 from weft.environment import LocalLauncher
+from weft.lazy import torch
 from weft.runtime.record.clock import Clock
 from weft.runtime.record.files import hold, open_lines, writing
 from weft.runtime.record.trace import length, overlap, perfetto, union
@@ -140,7 +139,7 @@ def _resolved(clock: Clock, span: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _mean(entries: list[tuple[float, Any]]) -> Any:
     """The mean of the logical workers' values, weighted by their shares; None if none of them had a sample."""
-    entries = [(share, v.item() if isinstance(v, Tensor) else v) for share, v in entries]
+    entries = [(share, v.item() if isinstance(v, torch.Tensor) else v) for share, v in entries]
     if not all(isinstance(value, (int, float)) for _, value in entries):
         return str(entries[-1][1])
     total = sum(share for share, _ in entries)

@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weft.errors import UserError
+from weft.lazy import torch
 from weft.ops import Spec
 
 
