@@ -16,7 +16,7 @@ from weft.lab.child import MODULE
 from weft.runtime.launch import start, template
 
 TRAINS = """
-import random, sys
+import atexit, random, sys
 import numpy, torch, weft
 from torch import nn
 
@@ -34,6 +34,9 @@ for (x,) in run.shard(loader):
     optimizer.step()
     optimizer.zero_grad()
     run.log(loss=loss)
+sys.left_open = open(f"{run.folder}-{run.rank}", "w")
+sys.left_open.write("flushed")
+atexit.register(lambda: sys.stdout.write("said at exit | 6 steps\\n"))
 said = f"said {before} | {noise} {torch.get_num_threads()} {sys.argv} {__name__} {sys.path[0]}"
 sys.stdout.write(said + "\\n")
 """
@@ -57,9 +60,10 @@ def test_forked_processes_have_the_bits_of_new_ones(scratch: Path, job: Job, wef
         assert done.returncode == 0, done.stderr
         lines = sorted(line.partition("said ")[::2] for line in done.stdout.splitlines() if "said " in line)
         before = [text.partition(" | ")[0] for _, text in lines]
-        assert len(set(before)) == 2  # before init, every process draws numbers of its own
+        assert len(set(before)) == 3  # before init, every process draws numbers of its own
         said.append([(rank, text.partition(" | ")[2]) for rank, text in lines])
-    assert said[0] == said[1] and len(said[0]) == 2
+        assert [(scratch / f"run{fork}-{rank}").read_text() for rank in range(2)] == ["flushed"] * 2
+    assert said[0] == said[1] and len(said[0]) == 4
     if strategy.startswith("bsp"):
         assert losses(scratch / "run1") == losses(scratch / "run0")
         first, second = (sorted((scratch / f"run{f}" / "checkpoints" / "step-00000006").iterdir()) for f in "10")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import typer
 
 from weft.environment import check_names
 from weft.errors import UserError
+from weft.runtime.launch.start import starting
 from weft.runtime.launch.supervise import JobFailedError, Terminated
 
 EXAMPLES = """\
@@ -63,15 +67,31 @@ def weft(
         typer.echo(WELCOME, nl=False)
 
 
+def _template(words: list[str]) -> AbstractContextManager[None]:
+    """A template for the processes of `weft train` and `weft compare`, which imports torch during the checks."""
+    if not words or words[0] not in ("train", "compare") or {"-h", "--help"} & set(words):
+        return nullcontext()
+    given = re.search(r" (?:-n|--workers|--hosts)[ =]?([1-9]\d*)", " ".join(words).partition(" -- ")[0])
+    emulated = words[0] == "compare" or "--hosts" in words
+    module = "weft.lab.child" if emulated else "weft.runtime.launch.child"
+    return starting(module, max(1, (os.cpu_count() or 1) // int(given[1] if given else 1)))
+
+
+def _import_commands(words: list[str]) -> None:
+    """Import the command that is called, or all for a list of them."""
+    if words and words[0] != "--version":
+        for name in words[:1] if words[0] in COMMANDS else COMMANDS:
+            importlib.import_module(f"weft.cli.{name}")
+
+
 def main() -> None:
     """Entry point. Bad input prints one sentence and exits with status 2, without a traceback."""
-    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for name in [chosen] if chosen in COMMANDS else COMMANDS:
-            importlib.import_module(f"weft.cli.{name}")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         check_names()
-        app()
+        with _template(sys.argv[1:]):
+            _import_commands(sys.argv[1:])
+            app()
     except UserError as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(2)

@@ -127,8 +127,8 @@ def _ended() -> Iterator[list[Child]]:
 
 @contextmanager
 def _starter(spec: Launch) -> Iterator[Start]:
-    """How processes on this machine are started: several are forked from one that has imported torch."""
-    if _here(spec) == 1 or not can_fork():
+    """How processes on this machine are started: forked from one that has imported torch, where that is possible."""
+    if not can_fork():
         yield start_new(spec.module)
         return
     with template(spec.module, _threads(spec)) as start:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from weft.environment import Network
 from weft.errors import JobError, UserError
+from weft.runtime.launch.gpus import visible_gpus
 from weft.runtime.launch.network import check_network
 from weft.runtime.launch.strategy_source import COMMAND_LINE
 from weft.transport.messaging import Key
@@ -102,9 +103,7 @@ class Launch:
         """Check that this machine has a GPU for each process, unless they may share one."""
         if self.device == "cpu":
             return
-        import torch
-
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = visible_gpus()
         here = -(-self.count // self.nodes)
         if self.device == "cuda" and not gpus:
             raise JobError("--device cuda, but PyTorch sees no GPU; use --device cpu, or see `weft doctor`")

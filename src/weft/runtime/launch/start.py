@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, final
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from typing import IO, Self, final
 
 from weft.environment import LocalLauncher, UserSettings
 from weft.errors import JobError
@@ -56,16 +57,50 @@ def can_fork() -> bool:
 
 @contextmanager
 def template(module: str, threads: int | str) -> Iterator[Start]:
-    """Processes that are forked from one which has imported torch and `module`, and run the module.
+    """Processes that are forked from one which has imported torch, and run `module` with so many threads.
 
-    Libraries read the number of threads when they are loaded, so that all processes of a template have the same.
+    The template of `starting` is used, and ended with this context, if it runs.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "weft.runtime.launch.template", str(theirs.fileno()), module]
-    with _subreaper(), ours:
+    begun = _STARTED.get()
+    with _Template(module, threads) if begun is None or begun.ended else begun as running:
+
+        def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
+            request = {"module": module, "threads": str(threads), "argv": [module, *args], "env": dict(env)}
+            return running.fork(request, progress)
+
+        yield start
+
+
+@contextmanager
+def starting(module: str, threads: int) -> Iterator[None]:
+    """Start a template at once: it imports torch while the launch inside this context is parsed and checked.
+
+    Both arguments are guesses. Another module is imported after the fork, and another number of threads set there.
+    """
+    if not can_fork():
+        yield
+        return
+    with _Template(module, os.environ.get("OMP_NUM_THREADS", threads)) as begun:
+        token = _STARTED.set(begun)
+        try:
+            yield
+        finally:
+            _STARTED.reset(token)
+
+
+@final
+class _Template:
+    """The process from which others are forked. Its end of a socket stays open until it is told to end."""
+
+    def __init__(self, module: str, threads: int | str) -> None:
+        self.ended = False
+        self._stack = ExitStack()
+        self._stack.enter_context(_subreaper())
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._stack.enter_context(self._socket)
         with theirs:
-            process = subprocess.Popen(
-                command,
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weft.runtime.launch.template", str(theirs.fileno()), module],
                 env={**os.environ, **at_start(threads), **LocalLauncher(pid=os.getpid()).to_env()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -73,24 +108,30 @@ def template(module: str, threads: int | str) -> Iterator[Start]:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
-        ours.settimeout(_START_S)
-        errors = process.stderr
-        assert errors is not None
+        self._socket.settimeout(_START_S)
 
-        def start(args: Sequence[str], env: Mapping[str, str], progress: int | None) -> Process:
-            try:
-                return Forked(ours, {"argv": [module, *args], "env": dict(env)}, progress)
-            except OSError:
-                process.kill()
-                last = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
-                raise JobError(f"no process could be started: {last}; see `weft doctor`, or set WEFT_FORK=0") from None
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        with self._stack, self._process:
+            self._process.kill()
+
+    def fork(self, request: Mapping[str, object], progress: int | None) -> Forked:
+        """A new process, once the modules are imported."""
         try:
-            yield start
-        finally:
-            process.kill()
-            process.wait()
-            errors.close()
+            return Forked(self._socket, request, progress)
+        except OSError:
+            self._process.kill()
+            errors = self._process.communicate()[1]
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+            raise JobError(f"no process could be started: {last}; see `weft doctor`, or set WEFT_FORK=0") from None
+
+
+_STARTED: ContextVar[_Template | None] = ContextVar("weft_template", default=None)
 
 
 @final

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import weft
 from weft.environment import RunOptions, UserSettings
 from weft.errors import SpellingError
+from weft.strategy import Strategy
 
 if TYPE_CHECKING:
     from weft.runtime.launch.world import World
-    from weft.strategy import Strategy
 
 DEFAULT = "the default"
 COMMAND_LINE = "the command line"
@@ -28,8 +28,6 @@ def announce(strategy: Strategy, source: str, world: World) -> None:
 
 def winner(called: str | Strategy | None, job: Path | None = None) -> tuple[str, Strategy]:
     """The source of the strategy, and the strategy itself."""
-    from weft.strategy import Strategy  # imports torch
-
     told = RunOptions.from_env()
     if told.strategy:
         return told.strategy_source or COMMAND_LINE, Strategy.parse(told.strategy)

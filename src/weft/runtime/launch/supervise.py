@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from weft.errors import WeftError
 from weft.runtime.launch.process_groups import TERMINATED, Process, ended, signal_group
-from weft.runtime.launch.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from weft.runtime.launch.rendezvous import Rendezvous
 
 _GRACE_S = 2.0
 _SAME_S = 0.5
@@ -25,6 +27,8 @@ _SAME_S = 0.5
 _DRAIN_S = 1.0
 
 
+_AFTER_CLOSE_S = 0.002
+"""A process ends within moments after its pipes are closed."""
 _LONGEST_LINE = 1 << 16
 
 
@@ -79,12 +83,15 @@ def attend(
         for pipe in (child.process.stdout, child.process.stderr):
             assert pipe is not None
             pipes.register(pipe, selectors.EVENT_READ, child)
+    closed = False
     while not all(child.over() for child in children):
-        for key, _ in pipes.select(timeout=0.1):
+        events, closed = pipes.select(timeout=_AFTER_CLOSE_S if closed else 0.1), False
+        for key, _ in events:
             chunk = os.read(key.fd, 65536)
             speaker: Child | None = key.data
             if not chunk:
                 pipes.unregister(key.fileobj)
+                closed = True
             if speaker is None:
                 told = _tell(told + chunk, on_progress)
             else:

@@ -21,8 +21,9 @@ import socket
 import struct
 import sys
 import time
+from typing import Any
 
-from weft.runtime.launch.process_groups import die_with_launcher
+from weft.runtime.launch.process_groups import die_with_launcher, die_with_parent
 
 PRELOADED = ("torch", "torch.optim", "torch.distributed", "torch._dynamo", "weft.runtime.run")
 """Modules that every process of a run needs; `torch._dynamo` is imported by the first optimizer."""
@@ -32,15 +33,18 @@ PID = struct.Struct("!i")
 
 def main() -> None:
     die_with_launcher()
-    sock, module = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    for name in (*PRELOADED, module):
+    sock, threads = socket.socket(fileno=int(sys.argv[1])), os.environ.get("OMP_NUM_THREADS")
+    gc.disable()  # a third of the time, and a fork would copy the memory that a collection touches
+    for name in (*PRELOADED, sys.argv[2]):
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would otherwise copy the memory of all these modules
+    gc.freeze()
     while fds := socket.recv_fds(sock, 1, MAX_FDS)[1]:
         if _forked_twice():
-            _become(sock, fds)
-            importlib.import_module(module).main()
+            gc.enable()
+            wanted = _become(sock, fds)
+            if wanted["threads"] != threads:
+                _set_threads(wanted["threads"])
+            importlib.import_module(wanted["module"]).main()
             return
         for fd in fds:
             os.close(fd)
@@ -60,12 +64,13 @@ def _forked_twice() -> bool:
     return True
 
 
-def _become(sock: socket.socket, fds: list[int]) -> None:
+def _become(sock: socket.socket, fds: list[int]) -> dict[str, Any]:
     """Take on the environment, the arguments and the files of a requested process, and report its id."""
+    die_with_parent()
     os.setsid()
     request, out, err, *passed = fds
     with os.fdopen(request, encoding="utf-8") as file:
-        wanted = json.load(file)
+        wanted: dict[str, Any] = json.load(file)
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
@@ -80,6 +85,14 @@ def _become(sock: socket.socket, fds: list[int]) -> None:
         if fd != number:
             os.dup2(fd, number)
             os.close(fd)
+    return wanted
+
+
+def _set_threads(threads: str) -> None:
+    """Replace the number of threads that OpenMP and MKL have read from the environment."""
+    import torch
+
+    torch.set_num_threads(int(threads))
 
 
 def _reseed() -> None:
