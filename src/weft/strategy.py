@@ -18,7 +18,7 @@ from weft.axis import AXES, DEFAULTS, Answer, Raw, catalogue, find, make, parse_
 from weft.compression import Compressor
 from weft.errors import Conflict, SpellingError, UserError, nearest
 from weft.ops import Spec
-from weft.optimization import LocalSteps, Optimization
+from weft.optimization import LocalSteps, ModelMerging, Optimization
 from weft.partition import Partition
 from weft.schedule import Schedule
 from weft.synchrony import Synchrony
@@ -157,6 +157,11 @@ class Strategy:
         return isinstance(self.optimization, LocalSteps)
 
     @property
+    def merges_models(self) -> bool:
+        """Whether every worker has an optimizer of its own, and models are merged."""
+        return isinstance(self.optimization, ModelMerging)
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all workers train one model in memory that they share."""
         return isinstance(self.topology, MemoryTopology)
@@ -185,6 +190,8 @@ def conflicts(strategy: Strategy) -> Iterator[Conflict]:
         )
     if strategy.has_local_steps:
         yield from _accruing(strategy)
+    if strategy.merges_models:
+        yield from _merging(strategy)
     if isinstance(topology, CollectiveTopology) and not synchrony.lockstep:
         yield Conflict(
             str(synchrony),
@@ -251,6 +258,47 @@ def _accruing(strategy: Strategy) -> Iterator[Conflict]:
             str(synchrony),
             why=f"{synchrony.name} corrects gradients of the model last read, not sums over several local steps",
             instead=f"'{optimization.name} / {synchrony} / {served}', or '{optimization} / asp / {served}'",
+        )
+
+
+def _merging(strategy: Strategy) -> Iterator[Conflict]:
+    """Conflicts of local optimizers, whose models are merged by a collective with all workers."""
+    optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
+    compression, schedule = strategy.compression, strategy.schedule
+    if not isinstance(topology, CollectiveTopology):
+        yield Conflict(
+            str(optimization),
+            str(topology),
+            why=f"{optimization.name} merges the workers' models by a collective, and {topology.name} has none",
+            instead=f"'{optimization} / bsp / direct'",
+        )
+    elif not synchrony.lockstep:
+        yield Conflict(
+            str(optimization),
+            str(synchrony),
+            why=f"a merge needs all workers, and {synchrony.name} does not wait for all of them",
+            instead=f"'{optimization} / bsp / {topology}'",
+        )
+    if str(schedule) != DEFAULTS["schedule"]:
+        yield Conflict(
+            str(optimization),
+            str(schedule),
+            why=f"{schedule.name} orders the gradients of a step, and models are merged between steps",
+            instead=f"'{optimization} / {synchrony} / {topology}'",
+        )
+    if compression.claims:
+        yield Conflict(
+            str(optimization),
+            str(compression),
+            why=f"{compression.name} takes over the {compression.claims[0]} of an optimizer, and each worker has one",
+            instead=f"'{optimization} / {synchrony} / {topology} / int8'",
+        )
+    if any(layer.factors for layer in wrapped(compression)):
+        yield Conflict(
+            str(optimization),
+            str(compression),
+            why=f"{compression.name} sends factors of gradients, and differences of models have none",
+            instead=f"'{optimization} / {synchrony} / {topology} / int8'",
         )
 
 

@@ -161,6 +161,13 @@ class Run:
         """
         return self._process.evaluate(loader, device=device)
 
+    def merged(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the values that all workers share, as `evaluate` uses them; nothing is communicated.
+
+        Only local optimizers (`average`, `outer` and others) make a difference: elsewhere a worker's model is that one.
+        """
+        return self._process.merged()
+
     def mean(self, *, weight: Figure = 1, **figures: Figure) -> dict[str, Any]:
         """The means of figures over all processes, in float64, weighted by each one's `weight`, such as its samples.
 

@@ -25,6 +25,7 @@ from weft.runtime.checkpoint.state import (
     LoadedCheckpoint,
     Parts,
     check_same_job,
+    check_same_optimization,
     conversions,
     expect_clearing,
     open_saved,
@@ -102,6 +103,7 @@ class Lifecycle:
             return None
         saved = self._saved = open_saved(self.resume, self.transport.layout)
         check_same_job(saved, specs, parts.optimizer)
+        check_same_optimization(saved, self.strategy)
         restore(parts, saved)
         restore_position(self.position, saved, self.passes)
         expect_clearing(parts.module, saved)
@@ -225,6 +227,8 @@ class Lifecycle:
             self._saved = None
 
     def stepped(self, epoch: Epoch) -> None:
+        if self.enough():
+            self.finish()
         if not self.policy.every or (self._saving is None and not self.termination_requested):
             return
         self._look_around()
@@ -248,6 +252,16 @@ class Lifecycle:
 
     def passed(self) -> None:
         self.parts.mode.epoch_ended()
+
+    def ended(self) -> None:
+        if self.position.finished:
+            self.finish()
+
+    def finish(self) -> None:
+        """The loop has taken its last step. A collective call, which does nothing if it was made before."""
+        if self.passes.step and not self.passes.pass_index and not self.left and self.parts.mode.finish():
+            if self._saving is not None:
+                self._saving.model_changed()
 
     def _look_around(self) -> None:
         """Check that all schedulers are known; a checkpoint without one of them would be wrong."""

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.errors import LoopError, UserError
 from weft.ops import Spec
+from weft.optimization import ModelMerging
 from weft.runtime.checkpoint.follower_states import follower_state, own_states, states_of
 from weft.runtime.loop.data_position import DataPosition, Epoch
 from weft.runtime.loop.logical_workers import Passes
@@ -93,12 +94,12 @@ class LoadedCheckpoint:
 
 def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
     """The state that is equal in every process."""
-    layout = parts.mode.layout
+    layout, own = parts.mode.layout, parts.mode.shared_state()
     held = next((n for n, p in parts.module.named_parameters() if p.grad is not None), None)
     return {
         "model": dict(parts.module.state_dict()),
         "buffers": _unlisted(parts.module),
-        "optimizer": parts.optimizer.state_dict(),
+        "optimizer": parts.mode.optimizer_state(),
         "followers": [follower_state(each) for each in parts.stateful],
         "reading": parts.position.state(parts.passes.step),
         "loops": parts.position.loop_states(),
@@ -106,6 +107,7 @@ def common_state(parts: Parts, epoch: Epoch | None) -> dict[str, Any]:
         "gradient": held,
         "order": list(layout.order) if layout else None,
         "seen": asdict(layout.measured) if layout and layout.measured else None,
+        **({"mode": own} if own else {}),
     }
 
 
@@ -115,9 +117,10 @@ def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     streams, generators = parts.passes.streams(), [each.get_state() for each in parts.generators]
     process = {"process": process_rng_state(), "generators": generators, "epochs": parts.position.draws()}
     process |= {"ranks": list(parts.passes.ranks), "followers": own_states(parts.stateful)}
+    own = [parts.mode.worker_state(pass_index) for pass_index in range(parts.passes.count)]
     return {
-        rank: {"draws": stream, "memory": memory, **process}
-        for rank, stream, memory in zip(parts.passes.ranks, streams, states, strict=True)
+        rank: {"draws": stream, "memory": memory, **process, **({"mode": mode} if mode else {})}
+        for rank, stream, memory, mode in zip(parts.passes.ranks, streams, states, own, strict=True)
     }
 
 
@@ -162,9 +165,11 @@ def open_saved(folder: Path, layout: Layout) -> LoadedCheckpoint:
     if folder.name.startswith("."):
         raise UserError(f"{folder} was set aside; to resume from it, rename it to step-{manifest.step:08d}")
     heirs = [rank for rank in range(manifest.workers) if rank % layout.workers in layout.carried()]
+    if "mode" in manifest.state and manifest.workers != layout.workers:  # whose copies are averaged
+        heirs = list(range(manifest.workers))
     heirs = [rank for rank in heirs if f"worker-{rank}" in manifest.state]
     names = [f"worker-{rank}" for rank in heirs]
-    tensors = load(folder, manifest, ["model", "buffers", "optimizer", "followers", *names])
+    tensors = load(folder, manifest, ["model", "buffers", "optimizer", "followers", "mode", *names])
     try:
         common = {key: value(tree, tensors) for key, tree in manifest.state.items() if not key.startswith("worker-")}
         workers = {rank: value(manifest.state[name], tensors) for rank, name in zip(heirs, names, strict=True)}
@@ -239,6 +244,43 @@ def restore_workers(parts: Parts, saved: LoadedCheckpoint, strategy: Strategy) -
             set_process_rng_state(first["process"])
             for generator, state in zip(parts.generators, first["generators"], strict=True):
                 generator.set_state(state.clone())
+        if "mode" in saved.common:
+            parts.mode.restore(_cloned(saved.common["mode"]), _own_states(saved, passes))
+
+
+def _own_states(saved: LoadedCheckpoint, passes: Passes) -> list[dict[str, Any]]:
+    """The state of the mode of each worker of this process: the workers' mean, if there were more or fewer."""
+    if saved.manifest.workers == passes.workers:
+        return [_cloned(saved.workers[rank]["mode"]) for rank in passes.ranks]
+    states = [saved.workers[rank]["mode"] for rank in sorted(saved.workers)]
+    return [mean_of(states) for _ in passes.ranks]
+
+
+def mean_of(states: Sequence[Any]) -> Any:
+    """The mean of floating-point tensors in trees of equal form; the first one's other values."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        if not (first.is_floating_point() or first.is_complex()):
+            return first.clone()
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        return torch.stack([each.to(wide) for each in states]).mean(0).to(first.dtype)
+    if isinstance(first, dict):
+        return {key: mean_of([each[key] for each in states]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(mean_of(parts) for parts in zip(*states, strict=True))
+    return first
+
+
+def check_same_optimization(saved: LoadedCheckpoint, strategy: Strategy) -> None:
+    """Refuse a checkpoint of local optimizers under another optimization: workers' states would be lost."""
+    old, new = Strategy.parse(saved.manifest.strategy).optimization, strategy.optimization
+    if not isinstance(old, ModelMerging):
+        return
+    if type(old) is not type(new) or old.num_fragments != new.num_fragments:
+        raise UserError(
+            f"{saved.folder} was saved under {old}, with an optimizer for each worker, and cannot be resumed under "
+            f"{new}; resume with {old}, or start a new run from the merged model, weft.load({str(saved.folder)!r})"
+        )
 
 
 def restore_position(position: DataPosition, saved: LoadedCheckpoint, passes: Passes) -> None:
@@ -301,6 +343,10 @@ def conversions(saved: LoadedCheckpoint, workers: int, strategy: Strategy) -> li
             f"{saved.manifest.workers} workers have become {workers}: each remaining sample is still used once, but "
             "the batch of a step has another size, and results are not bit-identical to the run before"
         )
+    if saved.manifest.workers != workers and isinstance(old.optimization, ModelMerging):
+        said.append("the local models and optimizers are replaced by their averages")
+    elif isinstance(strategy.optimization, ModelMerging) and not isinstance(old.optimization, ModelMerging):
+        said.append(f"every worker starts {strategy.optimization} from the saved model and optimizer")
     if old.compression != strategy.compression and any(w["memory"] for w in saved.workers.values()):
         kept = _has_residual(old) and _has_residual(strategy)
         said.append(

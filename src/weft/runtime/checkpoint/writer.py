@@ -62,11 +62,16 @@ class CheckpointWriter:
         self.last = step
         self._whole.add(step)
 
+    def model_changed(self) -> None:
+        """The model has changed without a step; the checkpoint of the same step is written anew."""
+        self.last = -1
+
     def save(self, parts: Parts, epoch: Epoch | None, about: dict[str, Any]) -> float:
         """Copy this process's part, and start writing it. Returns the seconds for which the loop was held up."""
         began = time.perf_counter()
         self.wait()
-        share = self._share(parts, epoch)
+        with parts.mode.merged():
+            share = self._share(parts, epoch)
         manifest = Manifest(step=parts.passes.step, files={}, state=share.common, **about)
         self.last = parts.passes.step
         self._thread = start_serial_thread(functools.partial(self._write, share, manifest), "weft-save")

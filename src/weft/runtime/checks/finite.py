@@ -53,7 +53,7 @@ class LocalFiniteCheck:
         self.names, self.params = names, params
         self._deferred = DeferredFiniteCheck()
 
-    def check(self, step: int) -> None:
+    def check(self, step: int, where: str = "") -> None:
         """Refuse gradients with NaN or infinity. On a GPU they become zeros, and the next call raises."""
         self.look_back(step)
         grads = {i: _values(p.grad) for i, p in enumerate(self.params) if p.grad is not None}
@@ -63,7 +63,7 @@ class LocalFiniteCheck:
         if totals and not torch.isfinite(torch.stack(totals)).all():
             found = next((i for i, grad in here.items() if not torch.isfinite(grad).all()), None)
             if found is not None:
-                raise refusal(f"The gradient of {self.names[found]} is NaN or infinite", step)
+                raise refusal(f"The gradient of {self.names[found]}{where} is NaN or infinite", step)
 
     def look_back(self, step: int) -> None:
         """Read a GPU's findings of the previous step."""

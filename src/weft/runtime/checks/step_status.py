@@ -21,8 +21,10 @@ from weft.runtime.checks.finite_gpu import DeferredFiniteCheck, Means
 class StepStatus:
     """One process's findings about the step under way, and everybody's about the step before."""
 
-    def __init__(self, names: Sequence[str], params: Sequence[Tensor], *, lossless: bool) -> None:
-        self.names, self.params = names, params
+    def __init__(
+        self, names: Sequence[str], params: Sequence[Tensor], *, lossless: bool, noun: str = "gradient"
+    ) -> None:
+        self.names, self.params, self.noun = names, params, noun
         self.lossless = lossless
         """Whether finite gradients have a finite mean: shares add up to 1, so a plain sum of them cannot overflow."""
         self.termination_requested = False
@@ -33,18 +35,25 @@ class StepStatus:
         """The gradient of the present step that is not finite, in words."""
         self.batches = 0
         """A fingerprint of the batches that all workers were dealt for the present step."""
-        self._leave_next = False
+        self.figures: Sequence[int] = ()
+        """Further integers of this process for the message."""
+        self.figures_of: Sequence[Sequence[int]] = ()
+        """Those of every process, once their messages have arrived."""
+        self.leave_next = False
+        """Whether any process had, before the last message was sent."""
+        self.step = 0
         self._deferred = DeferredFiniteCheck()
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """A new step's gradients follow; all processes know each other's status of the step before."""
-        self.leaving = self._leave_next
+        self.leaving = self.leave_next
         self.finding = None
         self.batches = 0
         self._rank = self._index = self._mean = -1
         self._before, self._deferred = self._deferred, DeferredFiniteCheck(step)
-        self._hash = replicas.parameter_hash(self.params) if step and step % replicas.HASH_EVERY == 0 else 0
+        hashed = step // replicas.HASH_EVERY > self.step // replicas.HASH_EVERY
+        self._hash = replicas.parameter_hash(self.params) if hashed else 0
         self.step = step
 
     # --- findings of this process -----------------------------------------------------------------------------------
@@ -98,7 +107,7 @@ class StepStatus:
         if blamed is not None:
             self._rank, self._index = blamed
         leave = int(self.termination_requested)
-        return [leave, self._rank + 1, self._index + 1, self._hash, self.step, 0, self.batches]
+        return [leave, self._rank + 1, self._index + 1, self._hash, self.step, 0, self.batches, *self.figures]
 
     def last_message(self, step: int) -> list[int]:
         """The status of a process that has no more batches."""
@@ -106,14 +115,15 @@ class StepStatus:
 
     def judge(self, rows: Sequence[Sequence[int]]) -> None:
         """Everybody's messages, the same in every process. Raises where processes have diverged."""
-        self._leave_next = any(row[0] for row in rows)
+        self.leave_next = any(row[0] for row in rows)
         replicas.check_steps([row[4] for row in rows], [bool(row[5]) for row in rows])
         replicas.check_batches([row[6] for row in rows])
+        self.figures_of = [row[7:] for row in rows]
         found = next((row for row in rows if row[2]), None)
         if found is not None:
-            self.finding = f"The gradient of {self.names[found[2] - 1]} on worker {found[1] - 1} is NaN or infinite"
+            self.finding = f"The {self.noun} of {self.names[found[2] - 1]} on worker {found[1] - 1} is NaN or infinite"
         elif self._mean >= 0:
-            self.finding = f"The workers' gradients of {self.names[self._mean]} are finite, but their sum is not,"
+            self.finding = f"The workers' {self.noun}s of {self.names[self._mean]} are finite, but their sum is not,"
         replicas.check_hashes([row[3] for row in rows], self.step)
 
     # --- consequences -----------------------------------------------------------------------------------------------

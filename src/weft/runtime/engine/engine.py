@@ -64,6 +64,22 @@ class Engine:
         self.timetable = self.schedule.timetable(specs, self.rounds, measured)
         return self.timetable
 
+    def restore(self, states: Sequence[State]) -> None:
+        """Continue with these compressor states, of each logical worker of this process."""
+        self.states[:] = [
+            {name: {key: kept.to(self.device) for key, kept in own.items()} for name, own in state.items()}
+            for state in states
+        ]
+
+    def follow(self, timetable: Timetable) -> None:
+        """Follow a timetable made before; between two exchanges."""
+        self.timetable = timetable
+
+    def take_spans(self) -> Spans:
+        """The spans since the last call. An exchange may span several steps."""
+        spans, self.spans = self.spans, Spans()
+        return spans
+
     def rounds(self, specs: Sequence[Spec]) -> tuple[Round, ...]:
         """The rounds of a bucket of these parameters."""
         return self.compression.rounds([spec.real() for spec in specs], self.transport.layout.workers)

@@ -33,13 +33,14 @@ from torch.utils.data.distributed import DistributedSampler
 from weft.errors import LoopError, UserError
 from weft.runtime.loop import batch_fingerprint as fingerprint
 from weft.runtime.loop.data_position import DataPosition, Epoch
-from weft.runtime.loop.logical_workers import Passes, Share
+from weft.runtime.loop.logical_workers import Passes
 from weft.runtime.loop.rng import DataRng, seed_everything, stream_seed
+from weft.runtime.loop.sample_counts import Share
 from weft.runtime.loop.sample_shares import Count, Shares, counted, share_of
 from weft.transport.collective import Processes
 
-Dealt = tuple[Any, Share, int, int]
-"""A batch, its share of the step's joined batch, its number of samples, and its step's fingerprint."""
+Dealt = tuple[Any, Share, int, Share, int]
+"""A batch, its share of the step's joined batch, its samples, those of the joined batch, and the step's fingerprint."""
 Group = tuple[list[Any], int]
 """The batches of one step, or their indices, and a fingerprint that is equal in every process."""
 
@@ -178,11 +179,11 @@ class Dealer:
                 row += itertools.islice(feed, 1)
         if not row:
             return []
-        counts = [counted(count, batch) if n else 0.0 for batch, _, n, _ in row]
+        counts = [counted(count, batch) if n else 0.0 for batch, _, n, *_ in row]
         shares = Shares(self.transport, counts)
         return [
-            (batch, functools.partial(shares.of, rank), math.ceil(mine), mark)
-            for (batch, _, _, mark), rank, mine in zip(row, self.passes.ranks, counts, strict=True)
+            (batch, functools.partial(shares.of, rank), math.ceil(mine), shares.total, mark)
+            for (batch, *_, mark), rank, mine in zip(row, self.passes.ranks, counts, strict=True)
         ]
 
     def _own(self, loader: Iterable[Any], epoch: Epoch) -> Iterator[Dealt]:

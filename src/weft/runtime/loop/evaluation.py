@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,22 +30,21 @@ class Evaluation:
         layout: Layout,
         seed: int,
         *,
-        begin: Callable[[], None],
+        model: Callable[[], AbstractContextManager[None]],
         moved: Callable[[Any], Any],
         seen: Callable[[int], None],
     ) -> None:
         if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
             raise UserError("the loader already has a DistributedSampler; give run.evaluate() a plain loader")
         self.loader, self.layout, self.seed = loader, layout, stream_seed(seed, "evaluation")
-        self.begin, self.moved, self.seen = begin, moved, seen
+        self.model, self.moved, self.seen = model, moved, seen
 
     def __len__(self) -> int:
         count = len(self.loader)  # type: ignore[arg-type]
         return sum(map(self._is_mine, range(count)))
 
     def __iter__(self) -> Iterator[Any]:
-        self.begin()
-        with rng_kept():
+        with self.model(), rng_kept():
             for batch in self._indexed(self.loader) if has_indices(self.loader) else self._read():
                 yield self.moved(batch)
 

@@ -13,10 +13,8 @@ import torch
 
 from weft.errors import LoopError
 from weft.runtime.loop.rng import rng_state, set_rng_state, stream_seed
+from weft.runtime.loop.sample_counts import SampleCounts, Share
 from weft.transport.layout import Layout
-
-Share = float | Callable[[], float]
-"""A worker's share of a step's joined batch; or a function that gathers it, called at the step's first gradient."""
 
 
 class Passes:
@@ -41,6 +39,8 @@ class Passes:
         """Whether step() was called since the last backward, with effect or without."""
         self.used: set[int] = set()
         self.samples = 0
+        self.sample_counts: SampleCounts | None = None
+        """Counts the samples between two merges, where a mode needs them."""
         self.before_batch: Callable[[], None] = lambda: None
         """Called when a batch is dealt."""
         self._taken = self._taken_first = 0
@@ -73,7 +73,7 @@ class Passes:
         """From now on gradients are added undivided."""
         self.sums, self.share, self.even = True, 1.0, 1.0
 
-    def deal(self, share: Share, samples: int, number: int = 0, fingerprint: int = 0) -> None:
+    def deal(self, share: Share, samples: int, joined: Share = 0.0, number: int = 0, fingerprint: int = 0) -> None:
         """Deal a batch of an epoch, given by its number, to the present worker."""
         self.before_batch()
         self.dealt = True
@@ -87,6 +87,8 @@ class Passes:
         if self.pass_index == 0:
             self._fingerprints[number] = (self._fingerprints.get(number, 0) * 31 + fingerprint) % 2**62
         self.samples += samples
+        if self.sample_counts is not None:
+            self.sample_counts.deal(self.pass_index, share, joined)
         self._batch = True
 
     def passed(self, number: int) -> None:

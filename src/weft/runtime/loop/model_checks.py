@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from weft.errors import UserError
@@ -23,6 +27,30 @@ def check_model(model: nn.Module, optimizer: Optimizer, device: torch.device, pa
     synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if synced and passes.workers > 1 and (passes.count > 1 or device.type == "cpu"):
         raise UserError("SyncBatchNorm needs a GPU and a process for each worker; use BatchNorm here, or GroupNorm")
+
+
+def check_local(followers: Sequence[Any], passes: Passes) -> None:
+    """Raise UserError for objects that cannot follow a local optimizer."""
+    for follower in followers:
+        if isinstance(follower, Optimizer):
+            raise UserError(
+                "workers with local optimizers have one each; put the parameters of the second optimizer into a group "
+                "of the first, or use the optimization gradient"
+            )
+        if isinstance(follower, nn.Module):
+            raise UserError(
+                f"{type(follower).__name__} would average one worker's local model; do not pass it to "
+                "run.distribute(), and update it inside `with run.merged():`"
+            )
+        if isinstance(follower, GradScaler) and follower.is_enabled() and passes.count > 1:
+            raise UserError(
+                "a GradScaler scales the gradients of one worker, and this process carries several local optimizers; "
+                "start a process for each worker"
+            )
+    if passes.sums:
+        raise UserError(
+            'reduction="sum" adds up the gradients of all workers, and local optimizers exchange none; leave it out'
+        )
 
 
 def check_data(data: str) -> None:

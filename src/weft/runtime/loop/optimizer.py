@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -42,11 +43,15 @@ class PatchedOptimizer:
         self._own_data = own_data
         self.optimizer, self.mode, self.passes, self.phases = optimizer, mode, mode.ctx.passes, mode.ctx.phases
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
+        self._called = False
         self._scheduled = any(isinstance(follower, LRScheduler) for follower in followers)
         self._patch()
         if self.passes.count > 1:
             for follower in followers:
                 self._follow(follower)
+        for follower in followers if mode.steps_each_pass else ():
+            if isinstance(follower, GradScaler):
+                self._count_skipped_steps(follower)
         self._check_scheduler()
 
     def _patch(self) -> None:
@@ -68,6 +73,10 @@ class PatchedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """`optimizer.step()` as the loop calls it."""
+        self._called = True
+        return self._take(closure, self._step)
+
+    def _take(self, closure: Callable[[], Any] | None, step: Callable[..., Any]) -> Any:
         passes = self.passes
         if closure is not None and not self.mode.accepts_closure:
             closure = EvaluatedOnce(closure)
@@ -76,14 +85,31 @@ class PatchedOptimizer:
         self._check_scheduler()
         self.mode.check_step()
         passes.step_called = True
+
+        def update() -> Any:
+            return step(closure) if closure is not None else step()
+
         if not passes.complete:
-            self.mode.pass_skipped()
-            return closure.loss if isinstance(closure, EvaluatedOnce) else None
-        result = self.mode.step(lambda: self._step(closure) if closure is not None else self._step())
+            result = self.mode.pass_stepped(update)
+            return closure.loss if isinstance(closure, EvaluatedOnce) else result
+        result = self.mode.step(update)
         samples = passes.samples
         passes.stepped()
         self.phases.step_ended(passes.step, samples)
         return closure.loss if isinstance(closure, EvaluatedOnce) else result
+
+    def _count_skipped_steps(self, scaler: GradScaler) -> None:
+        """Count a step that a scaler skips for one worker alone: all workers take the same number of steps."""
+        scale_step = scaler.step
+
+        def weft_scaler_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._called = False
+            result = scale_step(optimizer, *args, **kwargs)
+            if optimizer is self.optimizer and not self._called:
+                self._take(None, lambda: None)
+            return result
+
+        scaler.step = weft_scaler_step  # type: ignore[method-assign]
 
     def _follow(self, follower: Any) -> None:
         """Let a scheduler, a scaler or an average act only when the optimizer does."""

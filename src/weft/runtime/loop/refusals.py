@@ -24,6 +24,13 @@ def only_accumulated() -> LoopError:
     return LoopError("step() after a backward inside accumulate() alone; leave the last backward outside of it")
 
 
+def stepped_without_backward() -> LoopError:
+    return LoopError(
+        "step() without a backward, and this process carries several workers, whose passes end with their backward; "
+        "call loss.backward() before every step, or give each worker a process"
+    )
+
+
 def closure() -> LoopError:
     return LoopError(
         "the optimizer evaluated its closure twice in a step, and would judge by one worker's loss alone; use an "

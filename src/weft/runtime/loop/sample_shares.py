@@ -17,12 +17,12 @@ Count = Callable[[Any], float | Tensor]
 """The number of samples, or tokens, that a batch counts for."""
 
 
-def share_of(sizes: Sequence[float], rank: int, workers: int) -> tuple[float, int]:
-    """A worker's share of a step's samples, and its number of samples; exactly 1/n if all are equal."""
+def share_of(sizes: Sequence[float], rank: int, workers: int) -> tuple[float, int, float]:
+    """A worker's share of a step's samples, exactly 1/n if all are equal; its samples, and those of all workers."""
     mine = sizes[rank] if rank < len(sizes) else 0
     if len(sizes) == workers and len(set(sizes)) == 1:
-        return 1.0 / workers, math.ceil(mine)
-    return mine / sum(sizes), math.ceil(mine)
+        return 1.0 / workers, math.ceil(mine), sum(sizes)
+    return mine / sum(sizes), math.ceil(mine), sum(sizes)
 
 
 class Shares:
@@ -33,6 +33,9 @@ class Shares:
 
     def of(self, rank: int) -> float:
         return share_of(self._counts, rank, len(self._counts))[0]
+
+    def total(self) -> float:
+        return sum(self._counts)
 
     @functools.cached_property
     def _counts(self) -> list[float]:

@@ -34,6 +34,9 @@ class BetweenSteps(Protocol):
     def passed(self) -> None:
         """An iteration with exchanges is over; all processes reach this after the same number of exchanges."""
 
+    def ended(self) -> None:
+        """The same, once it counts as complete."""
+
 
 class Shard:
     """The result of `run.shard(loader)`: iterate it once per epoch, like the loader itself."""
@@ -96,6 +99,8 @@ class Shard:
             if not epoch.consumed + epoch.out:
                 raise LoopError("the loader gave no batch; use a smaller batch size, or drop_last=False")
             position.end(epoch, passes.step)
+            if passes.exchanges > before[1]:
+                self.lifecycle.ended()
 
     def _one(self, feeds: list[Iterator[Dealt]], epoch: Epoch) -> Iterator[Any]:
         passes = self.dealer.passes
@@ -112,8 +117,8 @@ class Shard:
             )
             if got is None:
                 return
-            batch, share, count, fingerprint = got
-            passes.deal(share, count, id(epoch), fingerprint)
+            batch, share, count, joined, fingerprint = got
+            passes.deal(share, count, joined, id(epoch), fingerprint)
             if passes.pass_index == 0:
                 epoch.deal(self.dealer.workers, passes.step)
             before = passes.step

@@ -192,19 +192,29 @@ class WorkerRun:
             loader,
             self.world.layout,
             self.seed,
-            begin=self._have_model,
+            model=self._evaluated,
             moved=self._moved if device else _unmoved,
             seen=self._reductions.seen,
         )
 
-    def _have_model(self) -> None:
-        """Have the model of the last step, complete."""
-        if self.mode is None or not self._passes.complete or self._passes.unstepped:
+    @contextlib.contextmanager
+    def merged(self) -> Iterator[None]:
+        if self.mode is None:
+            yield
             return
-        if self.strategy.synchrony.lockstep or not self._ended:
+        if self._passes.complete and not self._passes.unstepped:
             self.mode.flush()
-        else:
+        with self.mode.merged():
+            yield
+
+    @contextlib.contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        """The model of the last step, complete."""
+        stepped = self._passes.complete and not self._passes.unstepped
+        if self.mode is not None and stepped and self._ended and not self.strategy.synchrony.lockstep:
             self.mode.fetch_final_model()
+        with self.merged():
+            yield
 
     def reductions(self) -> Reductions:
         if not (self.strategy.synchrony.lockstep or self._ended):
@@ -229,7 +239,7 @@ class WorkerRun:
     def clip(self, norm: float) -> Tensor:
         assert self.mode is not None, "run.distribute() comes first"
         self.mode.check_clip()
-        if not self._passes.complete:
+        if not (self._passes.complete or self.mode.steps_each_pass):
             return torch.zeros(())
         return nn.utils.clip_grad_norm_(self.mode.model.parameters(), norm)
 
@@ -256,6 +266,8 @@ class WorkerRun:
         mode = self.mode
         try:
             if mode is not None:
+                if well:
+                    self._lifecycle.finish()
                 mode.settle() if well else mode.flush()
             self._lifecycle.close(well=well)
             if mode is not None:

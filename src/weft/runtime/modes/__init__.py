@@ -4,6 +4,7 @@
     all_reduce         workers exchange gradient buckets beside backward
     parameter_server   hooks push gradients to servers; a step pulls the model
     local_steps        workers step copies of the model, and push and fetch now and then (Downpour)
+    merging            every worker has an optimizer of its own, and models are merged now and then
     shared_memory      workers of one host step one model in shared memory (Hogwild)
     foreign            another library's wrapper, for the lab's peers
 
@@ -16,7 +17,8 @@ on a step is: hooks on parameters during backward, `check_step`, `step`, `zero_g
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,6 +64,8 @@ class Mode(ABC):
 
     connects: ClassVar[bool] = True
     """Whether the workers' processes form a process group."""
+    steps_each_pass: ClassVar[bool] = False
+    """Whether each logical worker takes its own step, in its own pass: `pass_stepped`, and in the last pass `step`."""
     checkpoint_writers: ClassVar[int | None] = None
     """Number of processes that write the state which is equal in all of them; None: all of them."""
 
@@ -94,6 +98,10 @@ class Mode(ABC):
         """After the last step of all workers: have the model with all of their updates. A collective call."""
         self.flush()
 
+    def finish(self) -> bool:
+        """The loop has taken its last step. A collective call; returns whether the model has changed."""
+        return False
+
     @property
     def accepts_closure(self) -> bool:
         """Whether `optimizer.step` may evaluate its closure several times: it sees one worker's loss alone."""
@@ -124,7 +132,7 @@ class Mode(ABC):
     def check_clip(self) -> None:
         """Raise LoopError where gradients cannot be clipped."""
 
-    def pass_skipped(self) -> None:
+    def pass_stepped(self, update: Callable[[], Any]) -> Any:
         """`step()` was called in a logical worker's pass that is not the last one of the step."""
 
     def zero_grad(self, clear: Callable[[], None], *, set_to_none: bool) -> None:
@@ -145,6 +153,25 @@ class Mode(ABC):
 
     def epoch_ended(self) -> None:
         """A pass over data with exchanges has ended, in all processes."""
+
+    def merged(self) -> AbstractContextManager[None]:
+        """The model holds the values that all workers share, without communication."""
+        return nullcontext()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The part of the optimizer's state that is equal in all processes, for a checkpoint."""
+        return self.optimizer.state_dict()
+
+    def shared_state(self) -> dict[str, Any]:
+        """State of the mode's own that is equal in all processes, for a checkpoint."""
+        return {}
+
+    def worker_state(self, pass_index: int) -> dict[str, Any]:
+        """State of the mode's own that belongs to a logical worker."""
+        return {}
+
+    def restore(self, shared: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
+        """The counterpart of `shared_state` and of `worker_state` for each pass."""
 
     @property
     def compressor_states(self) -> Sequence[State]:

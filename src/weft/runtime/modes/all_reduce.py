@@ -108,7 +108,8 @@ class AllReduce(Mode):
             self.flush()
             self._checks.not_set_by_hand(reduced=self._reduced)
 
-    def pass_skipped(self) -> None:
+    def pass_stepped(self, update: Callable[[], Any]) -> None:
+        """Its gradients count in the last pass."""
         if self._between_passes is not None:
             self._between_passes.hide()
 
@@ -276,10 +277,7 @@ class AllReduce(Mode):
 
     def restore_compressors(self, states: Sequence[State]) -> None:
         self.buffers.settled()
-        self.engine.states[:] = [
-            {name: {key: kept.to(self.engine.device) for key, kept in own.items()} for name, own in state.items()}
-            for state in states
-        ]
+        self.engine.restore(states)
 
     @property
     def layout(self) -> SavedLayout:

@@ -86,6 +86,11 @@ class PhaseTimer:
         if self.recorder and self.backward:
             self.waited.append((self.backward[-1][1], self.clock.stamp()))
 
+    def held_up_by_merge(self, began: Stamp) -> None:
+        """The loop has sent or used merges after the optimizer's step."""
+        if self.recorder:
+            self.waited.append((began, self.clock.stamp()))
+
     def held_up(self, began: Stamp) -> None:
         """The loop has waited for the update of a parameter, which belongs to the previous step."""
         if self.recorder:
