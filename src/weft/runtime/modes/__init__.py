@@ -4,11 +4,12 @@
     all_reduce         workers exchange gradient buckets beside backward
     parameter_server   hooks push gradients to servers; a step pulls the model
     local_steps        workers step copies of the model, and push and fetch now and then (Downpour)
-    merging            every worker has an optimizer of its own, and models are merged now and then
+    merging            every worker steps a copy with its own optimizer; copies are merged now and then
     shared_memory      workers of one host step one model in shared memory (Hogwild)
     foreign            another library's wrapper, for the lab's peers
 
-`select.mode_of` chooses one of them. The two modes with servers share `server_mode`, and its pulls are in `model_pull`.
+`select.mode_of` chooses one of them. The two modes with servers share `server_mode`, whose pulls are in `model_pull`; the
+merges of `merging` are in `model_merges`.
 
 `run.distribute` constructs the mode, restores a checkpoint into model and optimizer, and attaches the mode. From then
 on a step is: hooks on parameters during backward, `check_step`, `step`, `zero_grad`.
