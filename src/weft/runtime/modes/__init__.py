@@ -8,7 +8,7 @@
     shared_memory      workers of one host step one model in shared memory (Hogwild)
     foreign            another library's wrapper, for the lab's peers
 
-`select.mode_of` chooses one of them. The two modes with servers share `server_mode`, whose pulls are in `model_pull`; the
+`select.mode_of` chooses one of them. The modes with servers share `server_mode`, whose pulls are in `model_pull`; the
 merges of `merging` are in `model_merges`.
 
 `run.distribute` constructs the mode, restores a checkpoint into model and optimizer, and attaches the mode. From then
