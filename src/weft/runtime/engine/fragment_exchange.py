@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,15 +36,15 @@ class FragmentExchange:
     def begin(
         self,
         fragment: int,
-        difference: Callable[[int, int], Tensor],
+        differences: Sequence[Sequence[Tensor]],
         shares: Sequence[float],
         *,
         step: int,
         batches: int,
     ) -> None:
-        """Start to sum `difference(pass_index, parameter)` of all workers, multiplied by their shares.
+        """Start to sum the differences of all workers, multiplied by their shares.
 
-        `batches` is a fingerprint of the batches dealt, which processes compare.
+        `differences` are those of each worker of this process, in the order of the fragment's members. `batches` is a fingerprint of the batches dealt, which processes compare.
         """
         self.arrive()
         spans = self.engine.take_spans()
@@ -55,10 +55,11 @@ class FragmentExchange:
         self.engine.begin(memory, step)
         self.engine.status.batches = batches
         self._in_flight = True
+        place = {index: at for at, index in enumerate(self.members[fragment])}
         for bucket, indices in enumerate(self._buckets[fragment]):
-            for pass_index, (own, share) in enumerate(zip(memory, shares, strict=True)):
+            for own, mine, share in zip(memory, differences, shares, strict=True):
                 for index in indices:
-                    own.put(index, difference(pass_index, index), share)
+                    own.put(index, mine[place[index]], share)
                 if self.engine.stream is None:
                     own.fill(bucket)
             self.engine.ready(bucket)

@@ -150,7 +150,8 @@ class Passes:
         if self.pass_index == 0 and self.count > 1:
             self.complete = False
         self._compare()
-        self._weigh()
+        if self.sample_counts is None:
+            self._weigh()
 
     def next(self) -> None:
         """The present worker's pass is over."""

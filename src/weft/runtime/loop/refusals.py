@@ -31,6 +31,12 @@ def stepped_without_backward() -> LoopError:
     )
 
 
+def stepped_shared_model() -> LoopError:
+    return LoopError(
+        "step() inside run.merged() or run.evaluate() would change the model that all workers share; step outside of it"
+    )
+
+
 def closure() -> LoopError:
     return LoopError(
         "the optimizer evaluated its closure twice in a step, and would judge by one worker's loss alone; use an "

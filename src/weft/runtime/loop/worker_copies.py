@@ -36,6 +36,8 @@ class WorkerCopies:
     def __init__(self, model: nn.Module, optimizer: Optimizer, params: Sequence[nn.Parameter], count: int) -> None:
         self.optimizer, self.params = optimizer, params
         self._slots = BufferSlots(model, 1)
+        self.hidden = False
+        """Whether the model holds other values than a copy meanwhile."""
         self.shown = 0
         """The pass whose worker's copy is in the model."""
         self.all = [self._copied(first=number == 0) for number in range(count)]
@@ -65,20 +67,26 @@ class WorkerCopies:
         _set(self.buffers, now.buffers)
 
     def keep(self) -> None:
-        """Bring the shown copy up to date with the model's gradients, buffers and optimizer state."""
+        """Bring the shown copy up to date with the model and the optimizer."""
         now = self.all[self.shown]
-        now.grads, now.state = [p.grad for p in self.params], self.optimizer.state
+        now.params, now.grads = [p.data for p in self.params], [p.grad for p in self.params]
+        now.state = self.optimizer.state
         _set(now.buffers, self.buffers)
 
     @contextmanager
     def replaced(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
         """Let the model hold other values meanwhile; nothing is copied but buffers."""
+        if self.hidden:  # within another such block
+            yield
+            return
         self.keep()
+        self.hidden = True
         _point(self.params, params)
         _set(self.buffers, buffers)
         try:
             yield
         finally:
+            self.hidden = False
             _point(self.params, self.all[self.shown].params)
             _set(self.buffers, self.all[self.shown].buffers)
 
@@ -90,10 +98,11 @@ class WorkerCopies:
 
     def optimizer_state(self, pass_index: int) -> dict[str, Any]:
         """The state of a worker's optimizer, as in its `state_dict`."""
-        before = self.shown
-        self.show(pass_index)
+        shown = self.optimizer.state
+        if pass_index != self.shown:
+            self.optimizer.state = self.all[pass_index].state
         state: dict[str, Any] = self.optimizer.state_dict()["state"]
-        self.show(before)
+        self.optimizer.state = shown
         return state
 
     def load(

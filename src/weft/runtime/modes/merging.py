@@ -48,7 +48,7 @@ class Merging(Mode):
         ctx.phases.observe(self.merges.exchange, ctx.transport)
         self._finite = LocalFiniteCheck(names, self.params)
         self._late_changes = LateChanges(model, optimizer, followers)
-        self._in_backward = False
+        self._in_backward = self._has_batch = False
 
     def attach(self, layout: SavedLayout | None) -> None:
         merges, passes = self.merges, self.passes
@@ -62,6 +62,7 @@ class Merging(Mode):
 
     def _arrived(self, param: Tensor) -> None:
         """Autograd has finished a parameter. Its gradient stays where it is."""
+        self._has_batch = self._has_batch or self.passes.share > 0
         if self.passes.accumulating:
             self.passes.within = True
         elif not self._in_backward:
@@ -85,6 +86,8 @@ class Merging(Mode):
         return self.passes.count == 1
 
     def check_step(self) -> None:
+        if self.merges.copies.hidden:
+            raise refusals.stepped_shared_model()
         if self.passes.within:
             raise refusals.only_accumulated()
         if self.passes.count > 1 and self.passes.step_called:
@@ -107,6 +110,12 @@ class Merging(Mode):
         return result
 
     def _own_step(self, update: Callable[[], Any]) -> Any:
+        """The present worker's step. One that has no batch has computed on another one's, and takes none."""
+        has_batch, self._has_batch = self._has_batch or self.passes.share > 0, False
+        if not has_batch:
+            self.phases.optimizer_began()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it
+            return None
         if not has_scaler(self.optimizer):
             self._finite.check(self.passes.step, f" on worker {self.passes.ranks[self.merges.copies.shown]}")
         self.phases.optimizer_began()
@@ -129,6 +138,7 @@ class Merging(Mode):
         self.settle()
         status = self.merges.status
         status.judge(self.ctx.transport.tell(status.last_message(self.passes.step)))
+        self.merges.leaving = status.leave_next
 
     @property
     def leaving(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from weft.optimization import ModelMerging, State
@@ -75,6 +75,7 @@ class ModelMerges:
     @torch.no_grad()
     def merge(self, step: int) -> dict[str, float]:
         """Use the results that are due after this step, and send the fragments that are due; figures for the record."""
+        self.copies.keep()
         consensus = self._use(step)
         due = self.optimization.due(step)
         for merge in due:
@@ -91,6 +92,7 @@ class ModelMerges:
         if self._finished_at == step:
             return False
         self._finished_at = step
+        self.copies.keep()
         self._use(max((each.finish_step for each in self._pending), default=0))
         for fragment, sent in enumerate(self._sent_at):
             if sent < step:
@@ -109,23 +111,17 @@ class ModelMerges:
         """Start to sum the workers' differences of a fragment."""
         self.arrive()
         shares, inside = self._counts.reset(fragment), self.exchange.members[fragment]
-        squares = [
-            share * squared_norm([self._difference(number, index) for index in inside])
-            for number, share in enumerate(shares)
-        ]
+        differences = [[self.anchors[index] - own.params[index] for index in inside] for own in self.copies.all]
+        squares = [share * squared_norm(mine) for share, mine in zip(shares, differences, strict=True)]
         self.status.figures = [_bits(sum(squares))]
-        self.exchange.begin(fragment, self._difference, shares, step=step, batches=self.batches)
+        self.exchange.begin(fragment, differences, shares, step=step, batches=self.batches)
         self._in_flight = Pending(fragment, finish_step)
         self._pending.append(self._in_flight)
         self._sent_at[fragment], self.batches = step + 1, 0
         if fragment == self.optimization.num_fragments - 1:
             self._merge_buffers(shares)
 
-    def _difference(self, pass_index: int, index: int) -> Tensor:
-        return self.anchors[index] - self.copies.all[pass_index].params[index]
-
     def _merge_buffers(self, shares: Sequence[float]) -> None:
-        self.copies.keep()
         mine = [each.buffers for each in self.copies.all]
         self.anchor_buffers = merged_buffers(self.transport, self.anchor_buffers, mine, shares)
         self.copies.set_buffers(self.anchor_buffers)
