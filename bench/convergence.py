@@ -1,4 +1,4 @@
-"""What compressing does to learning: held-out losses of `text` with 2 M parameters after 1,000 steps on 4 workers.
+"""What compressing, and merging models instead of gradients, does to learning: held-out losses of `text` with 2 M parameters after 1,000 steps on 4 workers.
 
     python bench/convergence.py FOLDER --parallel 4      every row, so many runs at once; goes on where it stopped
     python bench/convergence.py FOLDER --processes 1     four workers carried by one process, as on one GPU
@@ -31,6 +31,16 @@ class Row:
     compression: str
     seeds: tuple[int, ...] = ONE
     options: tuple[str, ...] = ()
+    optimization: str = "gradient"
+
+    @property
+    def strategy(self) -> str:
+        return f"{self.optimization} / bsp / direct / {self.compression}"
+
+    @property
+    def name(self) -> str:
+        merged = () if self.optimization == "gradient" else (self.optimization,)
+        return " / ".join([*merged, self.compression])
 
 
 ROWS = [
@@ -71,13 +81,23 @@ ROWS = [
     Row("error_feedback(topk(ratio=0.01))", ONE, GENTLE),
     Row("dense", ONE, UNCLIPPED),
     Row("dgc(ratio=0.01, warmup=200, clip=0.25)", ONE, UNCLIPPED),
+    *(Row("dense", ONE, (), f"average(every={every})") for every in (1, 8, 40, 100)),
+    *(Row("dense", ONE, (), f"outer(every={every})") for every in (1, 8, 40, 100)),
+    *(Row("dense", ONE, (), f"block_momentum(every={every})") for every in (8, 40)),
+    *(Row("dense", ONE, (), f"streaming(every={every})") for every in (40, 100)),
+    Row("dense", ONE, (), "sma(every=8)"),
+    Row("dense", ONE, (), "post_local(every=40, switch_at=200)"),
+    Row("int8", ONE, (), "outer(every=40)"),
+    Row("qsgd(levels=7, norm=max)", ONE, (), "outer(every=40)"),
+    Row("error_feedback(onebit)", ONE, (), "outer(every=40)"),
+    Row("error_feedback(topk(ratio=0.01))", ONE, (), "outer(every=40)"),
 ]
 
 
 def runs(folder: Path, only: Sequence[str] = ()) -> Iterator[tuple[Row, int, Path]]:
-    for row in (row for row in ROWS if not only or row.compression in only):
+    for row in (row for row in ROWS if not only or row.name in only):
         for seed in row.seeds:
-            name = "".join(c if c.isalnum() else "_" for c in " ".join([row.compression, *row.options]))
+            name = "".join(c if c.isalnum() else "_" for c in " ".join([row.name, *row.options]))
             yield row, seed, folder / f"{name}-{seed}"
 
 
@@ -85,12 +105,12 @@ def train(row: Row, seed: int, out: Path, steps: int, processes: int) -> None:
     if (out / "report.json").exists():
         return
     command = [sys.executable, "-m", "weft.cli", "train", "text", "-n", "4", "--steps", str(steps), "--seed", str(seed)]
-    command += ["--processes", str(processes), "--strategy", f"bsp / direct / {row.compression}"]
+    command += ["--processes", str(processes), "--strategy", row.strategy]
     command += ["--save-every", "0", "--out", str(out), "--"]
     command += ["--size", "2m", *row.options]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     outcome = "ended" if done.returncode == 0 else done.stderr[-500:]
-    print(f"{row.compression} {' '.join(row.options)} seed {seed}: {outcome}", flush=True)
+    print(f"{row.name} {' '.join(row.options)} seed {seed}: {outcome}", flush=True)
 
 
 def table(folder: Path) -> None:
@@ -101,13 +121,11 @@ def table(folder: Path) -> None:
     print("| | optimizer | seeds | held-out loss, mean | lowest to highest | of dense |")
     print("|---|---|---|---|---|---|")
     for row, found in losses.items():
-        beside = next(
-            (losses[each] for each in losses if each.compression == "dense" and each.options == row.options), []
-        )
+        beside = next((losses[each] for each in losses if each.name == "dense" and each.options == row.options), [])
         ratio = f"{statistics.mean(found) / statistics.mean(beside[: len(found)]):.4f}" if beside else ""
         optimizer = " ".join(row.options).replace("--", "") or "adamw lr 0.001"
         print(
-            f"| `{row.compression}` | {optimizer} | {len(found)} | {statistics.mean(found):.4f} "
+            f"| `{row.name}` | {optimizer} | {len(found)} | {statistics.mean(found):.4f} "
             f"| {min(found):.4f} to {max(found):.4f} | {ratio} |"
         )
 
@@ -117,7 +135,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--processes", type=int, default=4, help="that carry the four workers of a run")
-    parser.add_argument("--only", nargs="+", default=[], metavar="COMPRESSION", help="some rows, spelled as in ROWS")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some rows, named as in the table")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
