@@ -1,4 +1,6 @@
-"""What compressing, and merging models instead of gradients, does to learning: held-out losses of `text` with 2 M parameters after 1,000 steps on 4 workers.
+"""What compressing does to learning, and merging models instead of gradients.
+
+Held-out losses of `text` with 2 M parameters after 1,000 steps on 4 workers:
 
     python bench/convergence.py FOLDER --parallel 4      every row, so many runs at once; goes on where it stopped
     python bench/convergence.py FOLDER --processes 1     four workers carried by one process, as on one GPU
