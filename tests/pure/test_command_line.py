@@ -108,6 +108,8 @@ def test_a_batch_script_may_name_one_machine(line: str) -> None:
         ("train wide --out /proc/run", "cannot be written: No such file or directory; give another with --out"),
         ("train wide --resume nowhere", "--resume nowhere does not exist; give a run folder"),
         ("train wide --system easgd", "is planned, but does not run yet; see `weft systems easgd`"),
+        ("train wide --grace -1", "--grace is -1, but must not be negative"),
+        ("compare wide --compute sleep --profile nowhere", "nowhere cannot be read: No such file or directory; give"),
         ("compare wide --steps 9", "--steps is 9, but the first 5 steps are warm-up and at least 5 are measured"),
         ("compare wide --seeds 0", "--seeds is 0"),
         ("compare wide --json nowhere/file.json", "give another file, or -"),
