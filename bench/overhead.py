@@ -134,7 +134,7 @@ def ours(args: argparse.Namespace, strategy: str, out: Path | None, *what: Any) 
 
     def build() -> Loop:
         runtime._current = None
-        run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out, save_every=0)
+        run = weft.init(strategy, device="cuda" if args.gpu else "cpu", out=out, save_every=0, data="own")
         model, optimizer, batches = setup(*what, run.device)
         model, optimizer = run.distribute(model, optimizer)
         return loop(model, optimizer, lambda: cycle(batches), args.half, run.device)

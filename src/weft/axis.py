@@ -106,7 +106,7 @@ def find(name: str) -> type[Answer]:
     if name == "auto":
         raise SpellingError("'auto' is reserved for the planner; name the answers, or omit the strategy")
     if name not in everything:
-        raise SpellingError(f"there is no answer '{name}'{nearest(name, everything)}")
+        raise SpellingError(f"there is no answer '{name}'{nearest(name, everything, listed_by='weft answers')}")
     return everything[name]
 
 

@@ -52,11 +52,20 @@ class PeerLost(WeftError, RuntimeError):
     """A peer was lost during an exchange."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A clause with the closest known name, `; did you mean 'ring'?`, or with all of them if none is close."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that this word most resembles; None if none is close."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.5)
     close.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, word).ratio(), name[:1] != word[:1]))
-    if close:
-        return f"; did you mean '{close[0]}'?"
+    return close[0] if close else None
+
+
+def nearest(word: str, known: Iterable[str], *, listed_by: str = "") -> str:
+    """A clause with the closest known name, `; did you mean 'ring'?`. If none is close, it names the command that lists
+    them, or without one all of them."""
+    names = sorted(known)
+    close = closest(word, names)
+    if close is not None:
+        return f"; did you mean '{close}'?"
+    if listed_by:
+        return f"; see `{listed_by}`"
     return f"; known: {', '.join(names)}" if names else ""

@@ -109,5 +109,7 @@ def _read(of: Callable[[Any], T], path: Path, remedy: str) -> T:
     """The content of a JSON file. Raises UserError with one sentence if it cannot be read."""
     try:
         return of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; {remedy}") from None

@@ -76,6 +76,11 @@ def test_rows_are_sorted_and_one_host_stands_among_them(page: str) -> None:
     assert "its own step takes 380 ms" in page
 
 
+def test_the_number_of_runs_stands_above_the_table_and_beside_their_seeds(page: str) -> None:
+    assert page.replace("&nbsp;", " ").count("two runs of each") == 2
+    assert "two runs of each, with seeds 0 and 1" in page
+
+
 def test_remarks_stand_below_the_headline(page: str, tmp_path: Path) -> None:
     assert '<ul class="remarks">' not in page
     busy = {**sample(), "machine": {**sample()["machine"], "other_cpu_share": 0.48}}

@@ -407,7 +407,7 @@ def evaluates() -> list[float]:
         loss = F.mse_loss(model(x), y)
         if run.is_main and number in (1, 4):
             with torch.no_grad():
-                for held_out, _ in run.shard(DataLoader(TensorDataset(random_numbers(10, 6), torch.ones(10)), 3)):
+                for held_out, _ in run.evaluate(DataLoader(TensorDataset(random_numbers(10, 6), torch.ones(10)), 3)):
                     model(held_out)
         loss.backward()
         optimizer.step()

@@ -319,7 +319,7 @@ def test_who_chooses_the_strategy(scratch: Path, weft: Command) -> None:
     ]
     for said, strategy in zip(seen, expected, strict=True):
         assert f"done 0 1 1 {strategy} 0" in said
-    assert all((f"strategy: {strategy} (from " in said) for said, strategy in zip(seen, expected, strict=True))
+    assert all((f"1 worker, {strategy} (from " in said) for said, strategy in zip(seen, expected, strict=True))
 
 
 def test_a_full_disk(scratch: Path) -> None:

@@ -306,8 +306,8 @@ def test_an_answer_of_ones_own_is_one_file(file: str, name: str, code: str, comm
         assert done.returncode == 0, done.stdout + done.stderr
         said[first] = done.stdout
     assert list(said) == ["answers", "check", "train", "tests/pure/laws"]
-    assert re.search(rf"^\w+ +{name} ", said["answers"], re.MULTILINE) and name in said["check"]
-    assert re.search(rf"strategy: .*\b{name}\b", said["train"]) and " passed" in said["tests/pure/laws"]
+    assert re.search(rf"^ +{name} ", said["answers"], re.MULTILINE) and name in said["check"]
+    assert re.search(rf"workers, .*\b{name}\b", said["train"]) and " passed" in said["tests/pure/laws"]
 
 
 @pytest.mark.parametrize(

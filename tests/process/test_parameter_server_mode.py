@@ -102,7 +102,7 @@ def test_asked_to_leave_a_run_with_servers_saves_itself(scratch: Path, strategy:
     _under_way(scratch / "out", 2)
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=60)
-    assert run.returncode == 143 and "after it was saved" in said, said
+    assert run.returncode == 143 and "; saved in out/checkpoints/" in said, said
     done = weft("train", "--resume", "out", cwd=scratch)
     assert done.returncode == 0, done.stderr + done.stdout
     assert events(scratch / "out")[-1]["step"] == 12

@@ -113,9 +113,16 @@ def thawed(run: Any) -> dict[str, Any]:
 
 def closure(run: Any) -> dict[str, Any]:
     model = mlp()
-    model, optimizer = run.distribute(model, sgd(model))
+    model, optimizer = run.distribute(model, torch.optim.LBFGS(model.parameters(), lr=0.1))
     for x, y in run.shard(batches()):
-        optimizer.step(lambda x=x, y=y: mse(model(x), y))
+
+        def evaluate(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
     return {}
 
 
@@ -194,7 +201,7 @@ REFUSED: list[tuple[Any, int, int, str, str, str]] = [
     (foreign, 2, 2, DENSE, "UserError", r"one nn\.Module"),
     (all_frozen, 2, 2, DENSE, "UserError", "unfreeze"),
     (thawed, 2, 2, DENSE, "LoopError", r"0\.(weight|bias) was frozen .* unfreeze it before"),
-    (closure, 2, 2, DENSE, "LoopError", "call backward first"),
+    (closure, 2, 2, DENSE, "LoopError", "evaluated its closure twice"),
     (second_order, 2, 2, DENSE, "LoopError", r"torch\.autograd\.grad"),
     (sampled, 2, 2, DENSE, "UserError", "own=True"),
     (synced_norm, 2, 2, DENSE, "UserError", "use BatchNorm"),

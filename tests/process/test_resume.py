@@ -95,6 +95,10 @@ def test_sigterm_saves_and_leaves(scratch: Path, whole: Any, weft: Command) -> N
     done = weft("train", "--resume", "run", cwd=scratch)
     assert done.returncode == 0, done.stderr
     assert (losses(scratch / "run"), last_words(done)) == whole
+    assert "all 40 steps are done" in weft("train", "--resume", "run", cwd=scratch).stdout
+    environment = json.loads((scratch / "run/environment.json").read_text()) | {"steps": None}
+    (scratch / "run/environment.json").write_text(json.dumps(environment))  # as of a job that sets no limit
+    assert "the job's loop has ended; to train on, give" in weft("train", "--resume", "run", cwd=scratch).stdout
 
 
 def test_a_run_is_not_resumed_beside_itself(scratch: Path, weft: Command) -> None:

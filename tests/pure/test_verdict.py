@@ -78,6 +78,20 @@ def test_a_row_that_learns_worse_never_wins_alone() -> None:
     assert told(row(TOPK, 0.4, learning=1.681)).endswith("above dense training's in our measurement")
 
 
+def test_a_row_that_learns_worse_and_is_no_faster_than_one_host_is_not_recommended() -> None:
+    rows = [row(TOPK, 1.50, learning=1.68), row("a", 3.0)]
+    assert told(*rows) == (
+        f"Do not distribute this job on these links: one host alone is as fast as {TOPK}, the fastest of 2, whose "
+        "held-out loss was 68 % above dense training's in our measurement"
+    )
+
+
+def test_one_host_may_be_the_fastest_that_learns() -> None:
+    text = told(row(TOPK, 0.5, learning=1.68), row("a", 3.0))
+    assert text.startswith(f"{TOPK} is fastest: 500 ms a step, 6 times as fast as a and 3 times as fast as one host")
+    assert text.endswith("; of all that learn as dense training does, one host alone is the fastest")
+
+
 def test_of_rows_within_the_spread_the_one_that_learns_wins() -> None:
     sparse, coded, peer = row(TOPK, 0.59, learning=1.681), row("int8", 0.6), row("ddp", 1.2, kind="peer")
     assert told(sparse, coded, peer).startswith(f"int8 is fastest, level with {TOPK} within the spread: 600 ms")

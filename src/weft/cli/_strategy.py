@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from weft import systems
-from weft.errors import SpellingError, UserError
+from weft.axis import AXES, catalogue
+from weft.errors import SpellingError, UserError, closest
 from weft.strategy import Strategy
 
 
@@ -12,7 +15,7 @@ def parse_strategy(text: str) -> Strategy:
     try:
         return Strategy.parse(text)
     except SpellingError:
-        from weft.lab import peers  # imports torch
+        from weft.lab import peers
 
         name = text.strip()
         baseline = name in peers.catalogue() and not peers.find(name).hidden
@@ -22,4 +25,9 @@ def parse_strategy(text: str) -> Strategy:
             raise UserError(f"'{name}' is a system, not a strategy; {remedy}") from None
         if baseline:
             raise UserError(f"'{name}' is a peer, not a strategy; pass --peers {name} to `weft compare`") from None
+        answers = [answer for axis in AXES for answer in catalogue(axis)]
+        if re.fullmatch(r"[\w-]+", name) and closest(name, answers) is None:
+            near = closest(name, systems.names())
+            if near is not None:
+                raise UserError(f"there is no answer '{name}'; did you mean the system '{near}'?") from None
         raise

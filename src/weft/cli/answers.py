@@ -27,7 +27,8 @@ def answers(
     chosen = [_row(*row) for row in known if name in (None, *row[:2])]
     if name is not None and not chosen:
         names = [*AXES, *(each for _, each, _ in known)]
-        raise UserError(f"'{name}' is neither one of the six questions nor an answer{nearest(name, names)}")
+        hint = nearest(name, names, listed_by="weft answers")
+        raise UserError(f"'{name}' is neither one of the six questions nor an answer{hint}")
     emit({"rows": chosen}, json)
     out = console(json)
     for axis in dict.fromkeys(row["axis"] for row in chosen):

@@ -37,7 +37,7 @@ from weft.runtime.launch.strategy_source import COMMAND_LINE, DEFAULT, winner
 from weft.runtime.launch.supervise import JobFailedError, Terminated
 from weft.runtime.record.describe import describe_launch
 from weft.runtime.record.new_folder import folder_name, folders_named, new_folder, remove_folder
-from weft.runtime.record.run_folder import asynchrony, summary
+from weft.runtime.record.run_folder import asynchrony, step_limit, summary
 from weft.store.checkpoint import Policy, found_in
 from weft.strategy import Strategy
 from weft.units import bytes_text
@@ -160,7 +160,12 @@ def _run(
 def _finished(again: Resumption, show: Console) -> dict[str, Any]:
     """The summary of a run that has taken all of its steps, without starting it."""
     more = f"weft train --resume {shlex.quote(str(again.run))} --steps {2 * again.step}"
-    show.print(f"all {again.step} steps are done; to train on, give a larger number: {more}", markup=False)
+    limit = step_limit(again.run)
+    if limit is None or again.step < limit:
+        loop = "the job's loop has ended; to train on, give it more epochs or data"
+        show.print(f"{loop}, and a larger number of steps: {more}", markup=False)
+    else:
+        show.print(f"all {again.step} steps are done; to train on, give a larger number: {more}", markup=False)
     return summary(again.run)
 
 
@@ -259,7 +264,7 @@ def _print_summary(show: Console, row: dict[str, Any]) -> None:
     lines += [(key.replace("_", " "), f"{value:.4f}") for key, value in row.get("report", {}).items()]
     lines += _about_servers(row.get("servers", []))
     lines.append(("folder", row["folder"]))
-    table(show, [f"{row['steps']} steps", ""], lines)
+    table(show, [f"{row['steps']} step{'s' * (row['steps'] != 1)}", ""], lines)
 
 
 def _about_servers(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

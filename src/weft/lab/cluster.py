@@ -203,7 +203,7 @@ class Cluster:
         raise JobError(
             f"the link of host {link.host} carries {link.up_bit_s / 1e6:.0f} Mbit/s up and "
             f"{link.down_bit_s / 1e6:.0f} down where {link.rate / 1e6:.0f} were configured, with all {self.hosts} "
-            "hosts sending; this machine cannot carry more, lower --bandwidth or --hosts"
+            "hosts sending; lower --bandwidth or --hosts, or repeat on an idle machine"
         )
 
     def measure(self, seconds: float = _PROBE_S) -> None:

@@ -57,13 +57,14 @@ def setting(result: Result) -> str:
             links,
             compute,
             steps,
-            f"{counted(len(result['seeds']))} {_runs(result)}",
+            _runs(result),
         ]
     )
 
 
 def _runs(result: Result) -> str:
-    return "run of each" if len(result["seeds"]) == 1 else "runs of each"
+    count = len(result["seeds"])
+    return f"{counted(count)} run{'s' * (count != 1)} of each"
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ tbody th{font-weight:500;min-width:12rem;overflow-wrap:anywhere}
 td{white-space:nowrap}td.error{white-space:normal;text-align:left;color:var(--bad);overflow-wrap:anywhere}
 tr.best{background:var(--mark)}tr.best th{font-weight:700}tr.alone{color:var(--soft)}
 .remarks{margin:1rem 0;padding:.6rem 1rem;border-left:4px solid var(--bad);background:var(--mark);list-style:none}
-.remarks li{max-width:none}
+.remarks li{max-width:none}.remarks li+li{margin-top:.4rem}
 .tag{display:inline-block;font-size:.75rem;font-weight:500;color:var(--soft);
 border:1px solid currentColor;border-radius:3px;padding:0 .3em;line-height:1.35}
 figure{margin:0}

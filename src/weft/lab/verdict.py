@@ -54,12 +54,15 @@ class _Verdict:
         if winner is None:
             return self._no_winner()
         if self.one_host is not None and _faster(self.one_host, winner):
-            where = "these links" if self.result["cluster"]["links"] else "this machine"
-            rank = f", the fastest of {len(self.order)}" if len(self.order) > 1 else ""
-            ratio = times(_ratio(self.one_host, winner))
-            advice = f"Do not distribute this job on {where}"
-            return f"{advice}: one host alone is {ratio} times as fast as {winner.name}{rank}"
+            return self._one_host(f"{times(_ratio(self.one_host, winner))} times as fast", winner)
+        if self.one_host is not None and _learns_worse(winner) and _level(self.one_host, winner):
+            return f"{self._one_host('as fast', winner)}, whose {_held_out(winner)}"
         return self._winner(winner)
+
+    def _one_host(self, as_fast: str, winner: Row) -> str:
+        where = "these links" if self.result["cluster"]["links"] else "this machine"
+        rank = f", the fastest of {len(self.order)}" if len(self.order) > 1 else ""
+        return f"Do not distribute this job on {where}: one host alone is {as_fast} as {winner.name}{rank}"
 
     def _no_winner(self) -> str:
         first, last = ms(_step_s(self.order[0])), ms(_step_s(self.order[-1]))
@@ -84,6 +87,8 @@ class _Verdict:
         dense = next((row for row in self.order if as_dense(row.learning)), None)
         if dense is None:
             return text
+        if self.one_host is not None and _faster(self.one_host, dense):
+            return f"{text}; of all that learn as dense training does, one host alone is the fastest"
         return f"{text}; the fastest that learns as dense training does is {dense.name}: {self._speed(dense)}"
 
     def _speed(self, row: Row) -> str:
@@ -104,7 +109,16 @@ def _against(row: Row, other: Row) -> str:
 def _learns(row: Row) -> str:
     if row.learning is None:
         return "how it learns has not been measured"
-    return f"its held-out loss was {100 * (row.learning - 1):.0f} % above dense training's in our measurement"
+    return f"its {_held_out(row)}"
+
+
+def _learns_worse(row: Row) -> bool:
+    return row.learning is not None and not as_dense(row.learning)
+
+
+def _held_out(row: Row) -> str:
+    assert row.learning is not None
+    return f"held-out loss was {100 * (row.learning - 1):.0f} % above dense training's in our measurement"
 
 
 def _ratio(row: Row, other: Row) -> float:

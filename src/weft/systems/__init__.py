@@ -47,6 +47,11 @@ def catalogue() -> tuple[System, ...]:
     return tuple(System(**row | {k: tuple(row[k]) for k in ("aliases", "surveys")}) for row in rows)
 
 
+def names() -> list[str]:
+    """The ids and aliases of all systems."""
+    return [name for name, _ in _names()]
+
+
 def is_known(name: str) -> bool:
     """Whether a system has this id or alias."""
     return name in dict(_names())
@@ -56,7 +61,7 @@ def find(name: str) -> System:
     """The system with this id or alias."""
     known = dict(_names())
     if name not in known:
-        raise UserError(f"there is no system '{name}'{nearest(name, known) if name else '; see `weft systems`'}")
+        raise UserError(f"there is no system '{name}'{nearest(name, known, listed_by='weft systems')}")
     return known[name]
 
 

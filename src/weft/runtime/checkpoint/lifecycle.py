@@ -269,13 +269,11 @@ class Lifecycle:
         self._known = True
         if stranger is None:
             return
-        what = (
-            f"a {stranger} was not passed to the run, and a checkpoint would miss its state; pass it: "
-            "model, optimizer, it = run.distribute(model, optimizer, it)"
-        )
+        what = f"a {stranger} was not passed to run.distribute(), and they would miss its state"
+        remedy = "write model, optimizer, scheduler = run.distribute(model, optimizer, scheduler)"
         if self.requested_policy:
-            raise UserError(f"{what}, or turn checkpoints off with --save-every 0")
-        log.warning("%s. No checkpoints are written until then", what)
+            raise UserError(f"checkpoints are not possible: {what}; {remedy}, or turn them off with --save-every 0")
+        log.warning("checkpoints are off: %s; %s", what, remedy)
         self.policy = Policy(every=0)
         if signal.getsignal(signal.SIGTERM) == self._ask:  # there is nothing to save before an exit
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -84,6 +84,8 @@ class Launch:
             raise UserError(f"--device is '{self.device}', but must be auto, cpu or cuda")
         if self.steps is not None and self.steps < 1:
             raise UserError(f"--steps is {self.steps}, but a run takes at least one step")
+        if self.grace_s < 0:
+            raise UserError(f"--grace is {self.grace_s:g}, but must not be negative; 0 ends a run without saving it")
         if self.nodes < 1 or not 0 <= self.node_rank < self.nodes:
             raise UserError(f"--node-rank is {self.node_rank}, but must lie between 0 and {self.nodes - 1}")
         if self.nodes > 1 and not self.rendezvous:

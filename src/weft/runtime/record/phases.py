@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from weft.runtime.record.clock import Clock, Spans, Stamp
@@ -44,8 +45,8 @@ class PhaseTimer:
     def attach(self, model: nn.Module) -> None:
         """Stamp the forwards of a model in training; a compiled model's are not stamped."""
         if self.recorder and not hasattr(model, "_orig_mod"):
-            model.register_forward_pre_hook(lambda module, _: self.forward_began() if module.training else None)
-            model.register_forward_hook(lambda module, *_: self.forward_ended() if module.training else None)
+            model.register_forward_pre_hook(lambda module, _: self.forward_began() if _stamped(module) else None)
+            model.register_forward_hook(lambda module, *_: self.forward_ended() if _stamped(module) else None)
 
     def _reset(self, began: Stamp) -> None:
         self.began = began
@@ -135,3 +136,8 @@ class PhaseTimer:
             self.values["save_s"] = [(1.0, self.save_s)]
         self.recorder.add(step, stamps, sent, samples, self.values)
         self._reset(ended)
+
+
+def _stamped(module: nn.Module) -> bool:
+    """Whether this forward is one of training, and not traced: `torch.compile` traces hooks, too, but no clock."""
+    return module.training and not torch.compiler.is_compiling()

@@ -145,6 +145,14 @@ def summary(folder: Path) -> dict[str, Any]:
     return row
 
 
+def step_limit(folder: Path) -> int | None:
+    """The number of steps after which the run was to end; None if only the job's loop ends it."""
+    environment = read_json(folder, "environment.json")
+    with _understood(folder):
+        limit: int | None = typed(int | None, environment["steps"])
+    return limit
+
+
 def servers(folder: Path) -> list[dict[str, Any]]:
     """The statistics of each parameter server (`server/statistics`), if there are any."""
     with _understood(folder):
