@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from weft import cli, systems
 from weft.axis import AXES, catalogue
-from weft.cli._explain import WORKERS, meanings, rounds, wire_bytes
+from weft.cli._explain import WORKERS, copies, held, meanings, rounds, wire_bytes
 from weft.cli._forecast import time_left
 from weft.cli._resume import stopped
 from weft.errors import Conflict, UserError
@@ -251,6 +251,7 @@ def test_every_strategy_has_meanings_and_costs() -> None:
         for workers in WORKERS:
             sends = not strategy.shares_memory
             assert (rounds(strategy, workers) > 0) == sends, strategy
+            assert copies(strategy) >= 1 and held(strategy).endswith("."), strategy
             assert (wire_bytes(strategy, workers) > 0) == sends or workers == 2, strategy  # groups of one send nothing
 
 
@@ -281,6 +282,28 @@ def test_with_servers_no_worker_steps_the_optimizer() -> None:
     assert "each group on arrival" in meanings(Strategy.parse("asp / hierarchical"))["optimization"]
     assert "in time" in meanings(Strategy.parse("backup / parameter_server"))["optimization"]
     assert "trains a copy" in meanings(Strategy.parse("downpour / asp / parameter_server"))["partition"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "says"),
+    [
+        ("bsp / direct", 1, "A worker holds 1 copy of the model."),
+        ("bsp / ring / priority", 1, "1 copy of the model."),
+        ("asp / shared_memory", 1, "All workers hold 1 copy of the model together."),
+        ("asp / parameter_server", 1, "A worker holds 1 copy"),
+        ("bsp / parameter_server", 2, "2 copies of the model: the present one, and the values that arrive meanwhile."),
+        ("bsp / parameter_server / sequential", 1, "A worker holds 1 copy"),
+        ("essp / parameter_server", 2, "the values that arrive meanwhile"),
+        ("downpour(push=4, fetch=2) / asp / parameter_server", 3, "accumulated gradients; one more while these"),
+        ("average / bsp / direct", 3, "3 copies of the model: its own, the anchor, a difference."),
+        ("outer / bsp / ring", 4, "4 copies of the model: its own, the anchor, a difference and the state of merges."),
+        ("outer(momentum=0) / bsp / ring", 3, "a difference."),
+    ],
+)
+def test_check_shows_how_many_copies_of_the_model_a_worker_holds(text: str, count: int, says: str) -> None:
+    assert says in " ".join(weft("check", text).split())
+    weft("check", text, "--json", "file")
+    assert json.loads(Path("file").read_text())["copies"] == count
 
 
 def test_check_breaks_no_word_at_80_columns() -> None:
