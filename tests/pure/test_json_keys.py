@@ -13,8 +13,9 @@ from weft.runtime.server.statistics import Statistics
 
 ROW = ["name", "kind", "sentence", "step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker"]
 ROW += ["wire_bytes_link", "exposed_s", "compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s"]
+ROW += ["held_out_loss", "time_to_held_out_s", "merges", "merge_s", "consensus"]
 ROW += ["learning", "asynchrony", "compute", "error"]
-COMPARISON = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss", "date"]
+COMPARISON = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss", "target_held_out", "date"]
 COMPARISON += ["cluster", "machine", "one_host", "interrupted", "rows", "curves", "timelines", "folder", "headline"]
 MACHINE = ["cores", "threads", "system", "processor", "cpu_share", "steal_share", "other_cpu_share", "versions"]
 ASYNCHRONY = ["staleness_mean", "staleness_most", "queue_most", "server_bytes", "longest_wait"]
