@@ -26,6 +26,7 @@ RUN = {
 """By page, commands that `tests/process/test_documented_commands.py` runs, and the arguments that make them short."""
 
 COMPARED = "tests/net/test_compare.py::test_keys"
+HELD_OUT = "tests/net/test_compare.py::test_the_time_to_a_held_out_loss"
 HOSTS = "tests/net/test_compare.py::test_train_on_an_emulated_cluster_with_a_straggler"
 LAB = "tests/net/test_compare.py::test_a_lab_to_look_around_in"
 NODES = "tests/process/test_launch.py::test_two_nodes_meet_and_only_on_the_address_given"
@@ -47,6 +48,8 @@ COVERED = {
     'weft compare wide "bsp / direct" "bsp / direct / int8" --peers ddp --hosts 2 --bandwidth 100mbit': COMPARED,
     'weft compare wide "bsp / ring" "bsp / ring / cast" --peers ddp --hosts 4 --bandwidth 1gbit': COMPARED,
     "weft compare wide --hosts 4 --bandwidth 1gbit": COMPARED,
+    'weft compare text "bsp / direct" "outer(every=10) / bsp / direct" --bandwidth 100mbit --steps 200 '
+    "--target-held-out 3.2 -- --size tiny --eval-every 10": HELD_OUT,
     "weft train text --hosts 4 --bandwidth 100mbit --link 2=10mbit --slow 3=4x": HOSTS,
     "weft lab up --hosts 4": LAB,
     "weft lab exec 1 -- ip addr": LAB,

@@ -129,6 +129,34 @@ def test_sleeping_compute_sends_what_real_compute_sends(tmp_path: Path, compared
     }
 
 
+def test_the_time_to_a_held_out_loss(tmp_path: Path) -> None:
+    """With lockstep and without; the figures of merges stand in the row of the local optimizer alone."""
+    strategies = ["bsp / direct", "average(every=5) / bsp / direct", "asp / parameter_server"]
+    options = ["--hosts", 2, "--bandwidth", "200mbit", "--steps", 20, "--seeds", 1, "--target-held-out", 4.7]
+    line = [*strategies, *options, "--out", "out", "--json", "result.json", "--", "--size", "tiny", "--eval-every", 5]
+    done = call("compare", "text", *line, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    assert result["target_held_out"] == 4.7 and "--target-held-out 4.7" in result["command"]
+    for number, row in enumerate(result["rows"], start=1):
+        assert row["error"] is None and row["held_out_loss"] < 4.7 and row["time_to_held_out_s"] > 0
+        found = run_folder.events(tmp_path / f"out/{number:02d}-seed0")
+        evaluated = sum(event.get("eval_s") or 0 for event in found)
+        assert row["time_to_held_out_s"] < found[-1]["time_s"] - evaluated
+    direct, average, _ = result["rows"]
+    assert (average["merges"], direct["merges"]) == (4, None) and average["merge_s"] > 0 < average["consensus"]
+    assert "to held-out s" in done.stdout
+    assert "time to held‑out loss 4.7" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_job_that_logs_no_held_out_loss_is_refused_after_its_first_run(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TIED)
+    options = ["--hosts", 2, "--steps", 10, "--links", "loopback", "--target-held-out", 2.5]
+    done = call("compare", "job.py", "bsp / ring", *options, cwd=tmp_path)
+    assert done.returncode == 2 and "job.py does not; log it with run.log(held_out_loss=...)" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
 def test_traffic_that_goes_around_the_links_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster(hosts=2, bandwidth="1gbit", verify=False) as cluster:
         at = cluster.seats([0])[0]

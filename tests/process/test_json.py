@@ -15,7 +15,10 @@ TRAIN += ["final_loss", "folder", "report"]
 
 KEYS: dict[str, tuple[list[str], list[str]]] = {
     "train": ([*TRAIN, "rows"], TRAIN),
-    "check": (["strategy", "exact", "kind", "rounds", "wire_bytes", "rows"], ["question", "axis", "answer", "meaning"]),
+    "check": (
+        ["strategy", "exact", "kind", "copies", "rounds", "wire_bytes", "rows"],
+        ["question", "axis", "answer", "meaning"],
+    ),
     "answers": (["rows"], ["axis", "name", "default", "meaning", "parameters"]),
     "systems": (["rows"], ["id", "aliases", "name", "group", "surveys", "status", "strategy", "note"]),
     "export": (["to", "path", "steps", "rows"], ["metric", "steps"]),

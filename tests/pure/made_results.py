@@ -51,6 +51,7 @@ def sample() -> dict[str, Any]:
         "warmup": 5,
         "seeds": [0, 1],
         "target_loss": 2.5,
+        "target_held_out": None,
         "date": "2026-11-15T12:00:00Z",
         "cluster": {"hosts": 4, "emulated": True, "slow": ["3=4x"], "links": [{"host": i, **link} for i in range(4)]},
         "machine": {

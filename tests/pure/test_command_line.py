@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from weft import cli, systems
 from weft.axis import AXES, catalogue
-from weft.cli._explain import WORKERS, meanings, rounds, wire_bytes
+from weft.cli._explain import WORKERS, copies, held, meanings, rounds, wire_bytes
 from weft.cli._forecast import time_left
 from weft.cli._resume import stopped
 from weft.errors import Conflict, UserError
@@ -86,6 +86,7 @@ def refused(*args: str) -> str:
         ("compare wide --links loopback --bandwidth 1gbit", "--bandwidth has no effect with --links loopback"),
         ("compare wide --links loopback --link 1=10mbit", "--link has no effect with --links loopback"),
         ("compare wide --compute sleep --target-loss 1", "--target-loss has no effect with --compute sleep"),
+        ("compare text --compute sleep --target-held-out 1", "--target-held-out has no effect with --compute sleep"),
         ("compare wide --profile file", "add --compute sleep"),
         ("systems horovod --group collectives", "omit the name"),
     ],
@@ -112,6 +113,11 @@ def test_a_batch_script_may_name_one_machine(line: str) -> None:
         ("compare wide --compute sleep --profile nowhere", "nowhere cannot be read: No such file or directory; give"),
         ("compare wide --steps 9", "--steps is 9, but the first 5 steps are warm-up and at least 5 are measured"),
         ("compare wide --seeds 0", "--seeds is 0"),
+        ("compare text --target-held-out 0 -- --eval-every 5", "--target-held-out is 0, but must be a loss above 0"),
+        ("compare text --target-held-out nan -- --eval-every 5", "--target-held-out is nan, but must be"),
+        ("compare text --target-held-out inf -- --eval-every 5", "--target-held-out is inf, but must be"),
+        ("compare text --target-held-out 2.5", "text does not; log it with run.log(held_out_loss=...) in the loop, or"),
+        ("compare wide --target-held-out 2.5 -- --eval-every 5", "wide does not;"),
         ("compare wide --json nowhere/file.json", "give another file, or -"),
         ("check horovod", "'horovod' is a system, not a strategy; see `weft systems horovod`, or pass --system"),
         ("check horovd", "there is no answer 'horovd'; did you mean the system 'horovod'?"),
@@ -257,6 +263,7 @@ def test_every_strategy_has_meanings_and_costs() -> None:
         for workers in WORKERS:
             sends = not strategy.shares_memory
             assert (rounds(strategy, workers) > 0) == sends, strategy
+            assert copies(strategy) >= 1 and held(strategy).endswith("."), strategy
             assert (wire_bytes(strategy, workers) > 0) == sends or workers == 2, strategy  # groups of one send nothing
 
 
@@ -287,6 +294,28 @@ def test_with_servers_no_worker_steps_the_optimizer() -> None:
     assert "each group on arrival" in meanings(Strategy.parse("asp / hierarchical"))["optimization"]
     assert "in time" in meanings(Strategy.parse("backup / parameter_server"))["optimization"]
     assert "trains a copy" in meanings(Strategy.parse("downpour / asp / parameter_server"))["partition"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "says"),
+    [
+        ("bsp / direct", 1, "A worker holds 1 copy of the model."),
+        ("bsp / ring / priority", 1, "1 copy of the model."),
+        ("asp / shared_memory", 1, "All workers hold 1 copy of the model together."),
+        ("asp / parameter_server", 1, "A worker holds 1 copy"),
+        ("bsp / parameter_server", 2, "2 copies of the model: the present one, and the values that arrive meanwhile."),
+        ("bsp / parameter_server / sequential", 1, "A worker holds 1 copy"),
+        ("essp / parameter_server", 2, "the values that arrive meanwhile"),
+        ("downpour(push=4, fetch=2) / asp / parameter_server", 3, "accumulated gradients; one more while these"),
+        ("average / bsp / direct", 3, "3 copies of the model: its own, the anchor, a difference."),
+        ("outer / bsp / ring", 4, "4 copies of the model: its own, the anchor, a difference and the state of merges."),
+        ("outer(momentum=0) / bsp / ring", 3, "a difference."),
+    ],
+)
+def test_check_shows_how_many_copies_of_the_model_a_worker_holds(text: str, count: int, says: str) -> None:
+    assert says in " ".join(weft("check", text).split())
+    weft("check", text, "--json", "file")
+    assert json.loads(Path("file").read_text())["copies"] == count
 
 
 def test_check_breaks_no_word_at_80_columns() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import weft
@@ -20,6 +20,7 @@ from weft.lab.instruments.straggler import Slow, Straggler
 from weft.lab.peers.ddp import Ddp
 from weft.profile import Profile
 from weft.runtime.loop.instruments import attached, current, foreign
+from weft.strategy import Strategy
 from weft.units import Bandwidth
 
 
@@ -82,7 +83,15 @@ def model() -> nn.Sequential:
 
 
 ORDER = ("2.bias", "2.weight", "0.bias", "0.weight")
-RUN: Any = SimpleNamespace(seed=0, step=0, world=SimpleNamespace(process=0))
+
+
+def run(rank: int = 0, strategy: str = "bsp / direct") -> Any:
+    return SimpleNamespace(
+        seed=0, rank=rank, step=0, strategy=Strategy.parse(strategy), world=SimpleNamespace(process=rank)
+    )
+
+
+RUN: Any = run()
 
 
 def test_sleeping_compute_brings_every_gradient_in_the_profiles_order() -> None:
@@ -101,6 +110,42 @@ def test_sleeping_compute_brings_every_gradient_in_the_profiles_order() -> None:
     assert tuple(seen) == ORDER * 2
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
     assert all(torch.equal(a, b) for a, b in zip(start, net.parameters(), strict=True)), "nothing is learnt"
+
+
+def slept(rank: int, strategy: str, steps: int = 1, lr: float = 0.1) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients, and the changes of the parameters, of some steps of sleeping compute."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 40))
+    start = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    names = [name for name, _ in net.named_parameters()]
+    instrumented = run(rank, strategy)
+    profile = Profile(forward_s=0.0, backward=tuple((name, 0.0) for name in reversed(names)))
+    SleepingCompute(profile=profile).attach(instrumented, net, optimizer)
+    for step in range(steps):
+        instrumented.step = step
+        optimizer.zero_grad()
+        net(torch.ones(5, 60)).square().mean().backward()
+        optimizer.step()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return grads, [p.detach() - before for p, before in zip(net.parameters(), start, strict=True)]
+
+
+def test_sleeping_compute_has_other_gradients_in_each_process() -> None:
+    first, again, other = (slept(rank, "bsp / direct")[0] for rank in (0, 0, 1))
+    assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, other))
+
+
+def test_sleeping_compute_changes_the_models_of_local_optimizers_as_much_as_adamw() -> None:
+    """By the learning rate times numbers of unit variance, which differ between steps, workers and parameters."""
+    strategy = "average(every=4) / bsp / direct"
+    for steps in (1, 9):
+        flat = torch.cat([change.flatten() for change in slept(0, strategy, steps, lr=0.01)[1]])
+        assert flat.std() == pytest.approx(0.01 * steps**0.5, rel=0.1) and abs(flat.mean()) < 0.002
+    first, again, other = (slept(rank, strategy)[1] for rank in (0, 0, 1))
+    assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, other))
+    for text in ("bsp / direct", "ssp(slack=2) / parameter_server", "downpour / asp / parameter_server"):
+        assert not any(change.any() for change in slept(0, text)[1]), text
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

@@ -13,14 +13,16 @@ from weft.runtime.server.statistics import Statistics
 
 ROW = ["name", "kind", "sentence", "step_s", "step_s_spread", "samples_per_s", "speedup", "wire_bytes_worker"]
 ROW += ["wire_bytes_link", "exposed_s", "compute_s", "bound_s", "bound_share", "final_loss", "time_to_target_s"]
+ROW += ["held_out_loss", "time_to_held_out_s", "merges", "merge_s", "consensus"]
 ROW += ["learning", "asynchrony", "compute", "error"]
-COMPARISON = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss", "date", "cluster", "machine"]
-COMPARISON += ["one_host", "interrupted", "rows", "curves", "timelines", "folder", "headline"]
+COMPARISON = ["job", "command", "compute", "steps", "warmup", "seeds", "target_loss", "target_held_out", "date"]
+COMPARISON += ["cluster", "machine", "one_host", "interrupted", "rows", "curves", "timelines", "folder", "headline"]
 MACHINE = ["cores", "threads", "system", "processor", "cpu_share", "steal_share", "other_cpu_share", "versions"]
 ASYNCHRONY = ["staleness_mean", "staleness_most", "queue_most", "server_bytes", "longest_wait"]
 SERVER = ["server", "updates", "staleness", "queue_mean", "queue_most", "received_bytes", "sent_bytes", "waits"]
 SUMMARY = ["strategy", "workers", "steps", "step_s", "step_s_spread", "samples_per_s", "wire_bytes_worker"]
 SUMMARY += ["final_loss", "folder"]
+MERGES = ["merges", "merge_s", "consensus"]
 
 
 def test_keys_of_a_comparison() -> None:
@@ -37,7 +39,7 @@ def test_the_documentation_explains_every_figure_of_a_comparison() -> None:
 
 
 def test_keys_of_a_summary(tmp_path: Path) -> None:
-    """`weft train --json`: `report` where the job has written one, `servers` where there were any."""
+    """`weft train --json`: `report` where the job has written one, `servers` and merges where there are any."""
     written(tmp_path, 0, [event(step) for step in range(1, 9)])
     assert list(summary(tmp_path)) == SUMMARY
     write_json(tmp_path / "report.json", {"held_out_loss": 2.5})
@@ -45,3 +47,6 @@ def test_keys_of_a_summary(tmp_path: Path) -> None:
     found = summary(tmp_path)
     assert list(found) == [*SUMMARY, "report", "servers"]
     assert [list(server) for server in found["servers"]] == [SERVER]
+    about = {"strategy": "average(every=4) / bsp / direct", "workers": 2, "period": 4, "merges_models": True}
+    write_json(tmp_path / "environment.json", about)
+    assert list(summary(tmp_path)) == [*SUMMARY, *MERGES, "report", "servers"]

@@ -46,6 +46,42 @@ def test_steps_that_a_later_attempt_took_again_or_left_behind_do_not_count(tmp_p
     assert (summary(tmp_path)["steps"], summary(tmp_path)["final_loss"]) == (3, 2.0)
 
 
+def test_a_summary_counts_the_merges_of_local_optimizers(tmp_path: Path) -> None:
+    """Seconds are those of the slowest process in each step, and the consensus is the last one."""
+    for process in (0, 1):
+        rows = [event(step, **merge(step, 0.1 + process)) if step % 2 == 0 else event(step) for step in range(1, 6)]
+        written(tmp_path, process, rows)
+    assert "merges" not in summary(tmp_path)
+    environment = {"strategy": "average(every=2) / bsp / direct", "workers": 2, "period": 2}
+    write_json(tmp_path / "environment.json", environment | {"merges_models": True})
+    found = summary(tmp_path)
+    assert (found["merges"], found["consensus"]) == (4, 0.4)
+    assert found["merge_s"] == pytest.approx(2 * 1.1)
+
+
+def merge(step: int, seconds: float) -> dict[str, Any]:
+    return {"merges": 2, "merge_s": seconds, "consensus": step / 10}
+
+
+def test_a_run_without_a_merge_has_no_consensus(tmp_path: Path) -> None:
+    written(tmp_path, 0, [event(1), event(2)])
+    environment = {"strategy": "outer / bsp / direct", "workers": 2, "period": 40, "merges_models": True}
+    write_json(tmp_path / "environment.json", environment)
+    assert [summary(tmp_path)[key] for key in ("merges", "merge_s", "consensus")] == [0, 0.0, None]
+
+
+def test_a_step_does_not_hold_the_evaluation_before_it(tmp_path: Path) -> None:
+    """Each process's own evaluation; a resumed process has made none before its first step."""
+    for process, seconds in enumerate((0.4, 0.6)):
+        rows = [event(1, eval_s=seconds), event(2, step_s=0.1 + seconds), event(3, eval_s=seconds)]
+        written(tmp_path, process, rows)
+    assert [row["step_s"] for row in events(tmp_path)] == pytest.approx([0.1] * 3)
+    assert [row.get("eval_s") for row in events(tmp_path)] == [0.6, None, 0.6]
+    append_line(tmp_path / "resumed.jsonl", {"attempt": 1, "step": 3})
+    written(tmp_path, 0, [event(4, attempt=1)])
+    assert events(tmp_path)[3]["step_s"] == 0.1
+
+
 def test_a_summary_needs_little_memory(tmp_path: Path) -> None:
     """About 100 bytes a step, however many processes there are."""
     for process in range(3):

@@ -68,6 +68,16 @@ TargetLoss = Annotated[
     float | None, typer.Option(help="Measure the time to reach this loss.", rich_help_panel=MEASUREMENT)
 ]
 
+TargetHeldOut = Annotated[
+    float | None,
+    typer.Option(
+        metavar="LOSS",
+        help="Measure the time to reach this held-out loss, evaluation excluded. The job must log held_out_loss, as "
+        "text -- --eval-every 20 does.",
+        rich_help_panel=MEASUREMENT,
+    ),
+]
+
 Out = Annotated[
     Path | None, typer.Option(help="Result folder; a new one in runs/ by default.", rich_help_panel="Output")
 ]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from weft.lazy import torch
 from weft.ops import Place, Spec
+from weft.optimization import ModelMerging
 from weft.strategy import Strategy
 from weft.synchrony import View
 from weft.topology import CollectiveTopology, ServerTopology
@@ -77,6 +78,40 @@ def rounds(strategy: Strategy, workers: int) -> int:
 def wire_bytes(strategy: Strategy, workers: int) -> float:
     """Bytes that the busiest worker sends in a step, on average."""
     return strategy.wire_bytes(example(), workers) * strategy.optimization.pushes
+
+
+def copies(strategy: Strategy) -> int:
+    """Tensors of the model's size that a worker holds, besides its gradients and the state of its optimizer."""
+    optimization = strategy.optimization
+    if isinstance(optimization, ModelMerging):
+        return optimization.copies
+    if strategy.has_local_steps:
+        return 3
+    return 2 if _receives_beside_computing(strategy) else 1
+
+
+def _receives_beside_computing(strategy: Strategy) -> bool:
+    """Whether servers send the next step's values while a worker computes with those of the present one."""
+    early = strategy.synchrony.lockstep and strategy.schedule.overlaps
+    return strategy.has_servers and (early or strategy.synchrony.eager)
+
+
+def held(strategy: Strategy) -> str:
+    """The copies of the model that a worker holds, in a sentence."""
+    count, optimization = copies(strategy), strategy.optimization
+    if isinstance(optimization, ModelMerging):
+        last = "a difference" if count == 3 else "a difference and the state of merges"
+        return f"A worker holds {count} copies of the model: its own, the anchor, {last}."
+    if strategy.has_local_steps:
+        return (
+            f"A worker holds {count} copies of the model: its own, one to merge with that of the servers, and "
+            "accumulated gradients; one more while these are sent."
+        )
+    if strategy.shares_memory:
+        return "All workers hold 1 copy of the model together."
+    if count == 2:
+        return "A worker holds 2 copies of the model: the present one, and the values that arrive meanwhile."
+    return "A worker holds 1 copy of the model."
 
 
 def exact(strategy: Strategy) -> bool:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weft.cli import app
 from weft.cli._command import Command
-from weft.cli._explain import EXAMPLE, QUESTIONS, WORKERS, exact, kind, meanings, rounds, wire_bytes
+from weft.cli._explain import EXAMPLE, QUESTIONS, WORKERS, copies, exact, held, kind, meanings, rounds, wire_bytes
 from weft.cli._show import JsonOption, console, emit, entry, table
 from weft.cli._strategy import parse_strategy
 from weft.strategy import Strategy
@@ -35,13 +35,14 @@ def check(
         "rounds": {str(workers): rounds(value, workers) for workers in WORKERS},
         "wire_bytes": {str(workers): wire_bytes(value, workers) for workers in WORKERS},
     }
-    emit({"strategy": str(value), "exact": exact(value), "kind": kind(value), **costs, "rows": rows}, json)
+    about = {"strategy": str(value), "exact": exact(value), "kind": kind(value), "copies": copies(value)}
+    emit({**about, **costs, "rows": rows}, json)
     out = console(json)
     out.print(f"{value}\n")
     for row in rows:
         entry(out, row["question"], row["answer"], column=_ANSWER_COLUMN)
         entry(out, "", row["meaning"], column=_ANSWER_COLUMN + 2)
-    out.print(f"\n{textwrap.fill(kind(value), out.width)}\n")
+    out.print(f"\n{textwrap.fill(kind(value), out.width)}\n\n{textwrap.fill(held(value), out.width)}\n")
     _print_costs(out, value)
 
 

@@ -68,6 +68,7 @@ def compare(
     steps: options.Steps = 30,
     seeds: options.Seeds = 2,
     target_loss: options.TargetLoss = None,
+    target_held_out: options.TargetHeldOut = None,
     out: options.Out = None,
     json: JsonOption = None,
 ) -> None:
@@ -93,6 +94,7 @@ def compare(
         steps=steps,
         seeds=seeds,
         target_loss=target_loss,
+        target_held_out=target_held_out,
         network=links,  # type: ignore[arg-type]
         out=out,
         command=shlex.join(["weft", *sys.argv[1:]]),
@@ -232,21 +234,27 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
         ("of bound", lambda row: _text(row.bound_share, "{:.0%}".format)),
         ("    sent", lambda row: _text(row.wire_bytes_worker, bytes_text)),
         (" loss", lambda row: _text(row.final_loss, "{:.3f}".format)),
+        ("final held-out", lambda row: _text(row.held_out_loss, "{:.3f}".format)),
+        ("merges", lambda row: _text(row.merges, str)),
+        ("merge s", lambda row: _text(row.merge_s, "{:.1f}".format)),
+        ("consensus", lambda row: _text(row.consensus, "{:.2g}".format)),
         ("samples/s", lambda row: _text(row.samples_per_s, "{:.1f}".format)),
         ("bound ms", lambda row: _ms(row.bound_s)),
         ("exposed ms", lambda row: _ms(row.exposed_s)),
         ("busiest link", lambda row: _text(row.wire_bytes_link, bytes_text)),
     ]
     if any(row.time_to_target_s is not None for row in rows):
-        columns.insert(1, ("to target s", _to_target))
+        columns.insert(1, ("to target s", lambda row: _reached(row, row.time_to_target_s)))
+    if any(row.time_to_held_out_s is not None for row in rows):
+        columns.insert(1, ("to held-out s", lambda row: _reached(row, row.time_to_held_out_s)))
     return columns
 
 
-def _to_target(row: Row) -> str:
-    return _text(row.time_to_target_s, "{:.1f}".format, MISSING if row.kind == "one host" else "not reached")
+def _reached(row: Row, seconds: float | None) -> str:
+    return _text(seconds, "{:.1f}".format, MISSING if row.kind == "one host" else "not reached")
 
 
-def _text(value: float | None, text: Callable[[float], str], missing: str = MISSING) -> str:
+def _text(value: float | None, text: Callable[[Any], str], missing: str = MISSING) -> str:
     return text(value) if value is not None else missing
 
 

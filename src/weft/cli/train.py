@@ -262,9 +262,19 @@ def _print_summary(show: Console, row: dict[str, Any]) -> None:
     if row["final_loss"] is not None:
         lines.append(("final loss", f"{row['final_loss']:.4f}"))
     lines += [(key.replace("_", " "), f"{value:.4f}") for key, value in row.get("report", {}).items()]
-    lines += _about_servers(row.get("servers", []))
+    lines += _about_merges(row) + _about_servers(row.get("servers", []))
     lines.append(("folder", row["folder"]))
     table(show, [f"{row['steps']} step{'s' * (row['steps'] != 1)}", ""], lines)
+
+
+def _about_merges(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Under local optimizers: how often models were merged, at what price, and how far apart they were."""
+    if "merges" not in row:
+        return []
+    lines = [("merges", f"{row['merges']}, which held the loop up for {row['merge_s']:.2f} s")]
+    if row["consensus"] is not None:
+        lines.append(("distance of models at the last merge", f"{row['consensus']:.2g} of the anchor's norm"))
+    return lines
 
 
 def _about_servers(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -49,6 +49,14 @@ def parser(about: str | None, sizes: Mapping[str, Size], default: str) -> argpar
     return options
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, as an option's type."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
 def parse(options: argparse.ArgumentParser, sizes: Mapping[str, Size]) -> argparse.Namespace:
     """Read the command line; the size fills in the batch and the learning rate that were not given."""
     args = options.parse_args()
@@ -88,7 +96,8 @@ def evaluate(
     """
     model.eval()
     loss, correct, count = 0.0, 0, 0
-    for x, y in islice(DataLoader(held_out, batch_size=batch), batches):
+    random = torch.Generator()  # a loader draws a seed, even in order
+    for x, y in islice(DataLoader(held_out, batch_size=batch, generator=random), batches):
         logits, target = model(x.to(device)), y.to(device)
         loss += cross_entropy(logits, target).item() * target.numel()
         correct += int((logits.argmax(-1) == target).sum())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import weft
-from weft.jobs._common import Samples, Size, cross_entropy, evaluate, parse, parser, pick, warmup_cosine
+from weft.jobs._common import Samples, Size, cross_entropy, evaluate, parse, parser, pick, positive, warmup_cosine
 
 VOCABULARY = 128
 UNKNOWN = "\0"
@@ -137,6 +138,8 @@ def main() -> None:
     options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd has a momentum of 0.9")
     options.add_argument("--beta2", type=float, default=0.95, help="of AdamW (0.95)")
     options.add_argument("--clip", type=float, help="norm to which gradients are clipped (not at all)")
+    about = "log the held-out loss every K steps and after the last (not at all)"
+    options.add_argument("--eval-every", type=positive, metavar="K", help=about)
     args = parse(options, SIZES)
     run = weft.init(steps=200)
     train, held_out = data(args.size, run.seed)
@@ -151,6 +154,7 @@ def main() -> None:
     half = torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     for x, y in run.shard(loader, epochs=None):
+        before = run.step
         with half:
             loss = cross_entropy(model(x), y)
         loss.backward()
@@ -160,8 +164,22 @@ def main() -> None:
         optimizer.zero_grad()
         scheduler.step()
         run.log(loss=loss)
+        if args.eval_every and run.step > before and (run.step % args.eval_every == 0 or run.step == run.steps):
+            log_held_out_loss(run, model, held_out)
     mean, _ = evaluate(model, held_out, run.device, batch=EVAL_BATCH, batches=EVAL_BATCHES)
     run.report(held_out_loss=mean)
+
+
+def log_held_out_loss(run: weft.Run, model: nn.Module, held_out: Windows) -> None:
+    """Log the held-out loss of the merged model, and the time that this took, which is none of training.
+
+    Every worker evaluates all of it: they exchange nothing and do not wait for each other here, so that the evaluation
+    changes nothing in the run.
+    """
+    with run.merged():
+        began = time.perf_counter()
+        mean, _ = evaluate(model, held_out, run.device, batch=EVAL_BATCH, batches=EVAL_BATCHES)
+        run.log(held_out_loss=mean, eval_s=time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def compare(
 
     Without a strategy: under default ones, and the peer `ddp` unless `peers` names others. A mapping names its
     strategies. `options` are the fields of `CompareSpec`: hosts, bandwidth, links, slow, compute,
-    profile, steps, seeds, target_loss, network, out, args.
+    profile, steps, seeds, target_loss, target_held_out, network, out, args.
     """
     return conduct(CompareSpec(job=job, contenders=contenders(strategies, peers), **options).checked(), watch)
 
@@ -170,7 +170,8 @@ def _runs(
         progress.profile.write(profile_file)
     if measured and progress.profile:
         progress.one_host = once(one, replace(short, profile=progress.profile), 0, "one-host-asleep", hosts=1)
-    task = replace(task, slow=parse_slow(spec.slow, spec.hosts), profile=progress.profile)
+    slow = parse_slow(spec.slow, spec.hosts)
+    task = replace(task, slow=slow, profile=progress.profile, target_held_out=spec.target_held_out)
     progress.forecast_s = _expected(spec, progress, startup)
     progress.expected_s = sum(progress.forecast_s.values()) * spec.seeds
     watch(progress)
@@ -246,6 +247,7 @@ def _result(spec: CompareSpec, progress: Progress, out: Path, began: str) -> dic
         "warmup": Task(job=spec.job, steps=spec.steps).warmup(),
         "seeds": list(range(spec.seeds)),
         "target_loss": spec.target_loss,
+        "target_held_out": spec.target_held_out,
         "date": began,
         "cluster": {
             "hosts": spec.hosts,

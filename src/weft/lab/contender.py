@@ -44,6 +44,11 @@ class Contender:
         """Whether all workers take each step together."""
         return self.strategy is None or self.strategy.synchrony.lockstep
 
+    @property
+    def merges_models(self) -> bool:
+        """Whether every worker has an optimizer of its own, and models are merged."""
+        return self.strategy is not None and self.strategy.merges_models
+
     def server_hosts(self, workers: int) -> tuple[int, ...]:
         """Where its servers sit, if it has any."""
         return self.strategy.server_hosts(workers) if self.strategy is not None else ()
@@ -77,6 +82,7 @@ class Task:
     profile: Profile | None = None
     """Sleep through computing by this profile; None: compute for real."""
     target_loss: float | None = None
+    target_held_out: float | None = None
 
     def warmup(self, period: int = 1) -> int:
         """Steps that no figure counts: at least five, and such that whole periods follow."""

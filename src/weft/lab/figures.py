@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,13 @@ class Sample:
     steal_share: float
     final_loss: float | None
     time_to_target_s: float | None
+    held_out_loss: float | None
+    """The last one of the merged model, if the job logs it."""
+    time_to_held_out_s: float | None
     host_steps_s: list[float]
     """Each host's own mean step time."""
+    merges: run_folder.Merges | None = None
+    """The merges of local optimizers, if the contender has them."""
     asynchrony: dict[str, Any] | None = None
     """Staleness of gradients and waits between workers, where there were servers."""
 
@@ -59,8 +64,10 @@ def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Us
     smooth = _smooth_losses(steps) if task.profile is None else []
     if contender.in_step:
         time_to_target_s = _time_to_target_s(steps, smooth, task.target_loss)
+        held_out_s = time_to_held_out_s(steps, task.target_held_out)
     else:
         time_to_target_s = time_to_target_apart_s(folder, hosts, task.target_loss)
+        held_out_s = time_to_held_out_apart_s(folder, hosts, task.target_held_out)
     return Sample(
         folder=folder,
         steps_s=run_folder.by_period([event["step_s"] for event in timed], contender.period),
@@ -74,9 +81,17 @@ def sample(folder: Path, task: Task, contender: Contender, hosts: int, usage: Us
         steal_share=usage.steal_share,
         final_loss=smooth[-1] if smooth else None,
         time_to_target_s=time_to_target_s,
+        held_out_loss=_held_out_loss(folder, steps) if task.profile is None else None,
+        time_to_held_out_s=held_out_s,
+        merges=_merges(steps) if contender.merges_models else None,
         host_steps_s=_host_steps_s(folder, warmup),
         asynchrony=run_folder.asynchrony(rows) if (rows := run_folder.servers(folder)) else None,
     )
+
+
+def evaluates(folder: Path) -> bool:
+    """Whether the job of a run has logged held-out losses."""
+    return any(_held_out(event) is not None for event in run_folder.stream(folder))
 
 
 def _smooth_losses(steps: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -84,7 +99,7 @@ def _smooth_losses(steps: Sequence[dict[str, Any]]) -> list[float | None]:
     losses = [event.get("loss") for event in steps]
     smooth = []
     for end in range(1, len(losses) + 1):
-        known = [loss for loss in losses[max(0, end - _TRAILING) : end] if isinstance(loss, (int, float))]
+        known = [loss for loss in losses[max(0, end - _TRAILING) : end] if run_folder.is_number(loss)]
         smooth.append(statistics.mean(known) if known else None)
     return smooth
 
@@ -92,13 +107,12 @@ def _smooth_losses(steps: Sequence[dict[str, Any]]) -> list[float | None]:
 def _time_to_target_s(
     steps: Sequence[dict[str, Any]], smooth: Sequence[float | None], target: float | None
 ) -> float | None:
-    """Seconds from the first step's beginning until the smooth loss is at the target."""
+    """Seconds of training until the smooth loss is at the target."""
     if target is None:
         return None
-    began = _began_s(steps)
-    for event, loss in zip(steps, smooth, strict=False):
+    for (seconds, event), loss in zip(_trained(steps), smooth, strict=False):
         if loss is not None and loss <= target and event["step"] >= _TRAILING:
-            return float(event["time_s"] - began)
+            return seconds
     return None
 
 
@@ -106,35 +120,86 @@ def time_to_target_apart_s(folder: Path, hosts: int, target: float | None) -> fl
     """The same where workers are at different steps: the mean of the last few losses of all workers, in time order."""
     if target is None:
         return None
-    lines = [event for events in _host_events(folder) for event in events]
-    lines.sort(key=lambda event: float(event["time_s"]))
-    losses = [event.get("loss") for event in lines]
-    seconds = [event["step_s"] for event in lines if event["step"] == 2] or [0.0]
-    began = min(event["time_s"] for event in lines) - statistics.median(seconds)
-    for end, event in enumerate(lines, start=1):
+    lines = _trained_apart(folder)
+    losses = [event.get("loss") for _, _, event in lines]
+    for end, (seconds, _, _) in enumerate(lines, start=1):
         known = [loss for loss in losses[max(0, end - _TRAILING * hosts) : end] if loss is not None]
         if end >= _TRAILING * hosts and known and statistics.mean(known) <= target:
-            return float(event["time_s"] - began)
+            return seconds
     return None
 
 
-def _began_s(steps: Sequence[dict[str, Any]]) -> float:
-    """When training began: the first step's own time holds the start-up, so the second's stands in for it."""
-    return float(steps[0]["time_s"] - (steps[1] if len(steps) > 1 else steps[0])["step_s"])
+def time_to_held_out_s(steps: Sequence[dict[str, Any]], target: float | None) -> float | None:
+    """Seconds of training until the held-out loss of the merged model is at the target."""
+    if target is None:
+        return None
+    return next((s for s, event in _trained(steps) if (loss := _held_out(event)) is not None and loss <= target), None)
+
+
+def time_to_held_out_apart_s(folder: Path, hosts: int, target: float | None) -> float | None:
+    """The same where workers are at different steps: until the mean of each worker's latest evaluation is there."""
+    if target is None:
+        return None
+    latest: dict[int, float] = {}
+    for seconds, worker, event in _trained_apart(folder):
+        if (loss := _held_out(event)) is not None:
+            latest[worker] = loss
+            if len(latest) == hosts and statistics.mean(latest.values()) <= target:
+                return seconds
+    return None
+
+
+def _held_out(event: dict[str, Any]) -> float | None:
+    loss = event.get("held_out_loss")
+    return float(loss) if run_folder.is_number(loss) else None
+
+
+def _held_out_loss(folder: Path, steps: Sequence[dict[str, Any]]) -> float | None:
+    """The last held-out loss; after the last merge, if the job evaluates again at its end."""
+    known = [loss for event in steps if (loss := _held_out(event)) is not None]
+    if known and (folder / "report.json").exists():
+        known += [loss] if (loss := _held_out(run_folder.read_json(folder, "report.json"))) is not None else []
+    return known[-1] if known else None
+
+
+def _merges(steps: Sequence[dict[str, Any]]) -> run_folder.Merges:
+    found = run_folder.Merges()
+    for event in steps:
+        found.add(event)
+    return found
+
+
+def _trained(steps: Sequence[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The events with the seconds from the first step's beginning to their end, without those of evaluations.
+
+    The first step's own time holds the start-up, so the second's stands in for it.
+    """
+    began = float(steps[0]["time_s"] - (steps[1] if len(steps) > 1 else steps[0])["step_s"])
+    for event in steps:
+        yield float(event["time_s"] - began), event
+        began += event.get("eval_s") or 0.0
+
+
+def _trained_apart(folder: Path) -> list[tuple[float, int, dict[str, Any]]]:
+    """The same for the events of all processes, with their numbers, in the order of each one's own time."""
+    workers = run_folder.by_process(folder)
+    seconds = [event["step_s"] for events in workers for event in events if event["step"] == 2] or [0.0]
+    began = min(event["time_s"] for events in workers for event in events) - statistics.median(seconds)
+    lines = []
+    for worker, events in enumerate(workers):
+        evaluated_s = 0.0
+        for event in events:
+            lines.append((float(event["time_s"] - began - evaluated_s), worker, event))
+            evaluated_s += event.get("eval_s") or 0.0
+    return sorted(lines, key=lambda line: line[0])
 
 
 def _host_steps_s(folder: Path, warmup: int) -> list[float]:
     """Each host's mean step after warm-up."""
     return [
         statistics.mean(event["step_s"] for event in events if event["step"] > warmup)
-        for events in _host_events(folder)
+        for events in run_folder.by_process(folder)
     ]
-
-
-def _host_events(folder: Path) -> list[list[dict[str, Any]]]:
-    """The events of each process."""
-    files = sorted(folder.glob("events-*.jsonl"))
-    return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
 
 
 # --- for plots ------------------------------------------------------------------------------------------------------
@@ -143,14 +208,13 @@ def _host_events(folder: Path) -> list[list[dict[str, Any]]]:
 def curve(sample: Sample) -> dict[str, list[float]] | None:
     """Loss against time and against bytes sent by a worker."""
     steps = run_folder.events(sample.folder)
-    known = [event for event in steps if isinstance(event.get("loss"), (int, float))]
+    known = [(seconds, event) for seconds, event in _trained(steps) if run_folder.is_number(event.get("loss"))]
     if not known:
         return None
-    began = _began_s(steps)
     return {
-        "time_s": [event["time_s"] - began for event in known],
-        "bytes": [sample.wire_bytes_worker * event["step"] for event in known],
-        "loss": [event["loss"] for event in known],
+        "time_s": [seconds for seconds, _ in known],
+        "bytes": [sample.wire_bytes_worker * event["step"] for _, event in known],
+        "loss": [event["loss"] for _, event in known],
     }
 
 

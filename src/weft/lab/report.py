@@ -170,7 +170,7 @@ def _about(result: Result) -> str:
     if alone:
         own = f"its own step takes {ms(alone['step_s'])} ms"
         about = f"One host alone: the time for as many samples as one step of the others; {own}."
-    return f"{about} Held‑out loss: not of these runs, but as measured once; see below."
+    return f"{about} Held‑out loss against dense: not of these runs, but as measured once; see below."
 
 
 def _servers(result: Result) -> list[str]:
@@ -211,6 +211,8 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
     """Heading and cell of each column that this comparison has figures for."""
     target = result["target_loss"]
     to_target = f"time to loss {target}"
+    held_out = result["target_held_out"]
+    to_held_out = f"time to held‑out loss {held_out}"
     columns: dict[str, tuple[Callable[[Row], float | None], Callable[[float], str]]] = {
         "speed‑up over one host": (lambda row: row.speedup, "{:.2f}×".format),
         HELD_OUT: (lambda row: row.learning, _held_out),
@@ -222,14 +224,20 @@ def _columns(result: Result) -> dict[str, Callable[[Row], str]]:
         "share of bound": (lambda row: row.bound_share, lambda share: f"{100 * share:.0f} %"),
         to_target: (lambda row: row.time_to_target_s, lambda seconds: f"{plain(seconds)} s"),
         "final loss": (lambda row: row.final_loss, "{:.4f}".format),
+        to_held_out: (lambda row: row.time_to_held_out_s, lambda seconds: f"{plain(seconds)} s"),
+        "held‑out loss": (lambda row: row.held_out_loss, "{:.4f}".format),
+        "merges": (lambda row: row.merges, "{:.0f}".format),
+        "held up by merges": (lambda row: row.merge_s, lambda seconds: f"{plain(seconds)} s"),
+        "consensus": (lambda row: row.consensus, "{:.2g}".format),
     }
+    targets = [head for head, value in ((to_target, target), (to_held_out, held_out)) if value is not None]
 
     def cell(head: str, value: Callable[[Row], float | None], text: Callable[[float], str]) -> Callable[[Row], str]:
-        missing = {to_target: "not reached", HELD_OUT: "not measured"}.get(head, MISSING)
+        missing = {to_target: "not reached", to_held_out: "not reached", HELD_OUT: "not measured"}.get(head, MISSING)
         return lambda row: text(known) if (known := value(row)) is not None else _missing(row, missing)
 
     def has_figures(head: str, value: Callable[[Row], float | None]) -> bool:
-        return (head == to_target and target is not None) or any(value(row) is not None for row in rows_of(result))
+        return head in targets or any(value(row) is not None for row in rows_of(result))
 
     chosen = {head: cell(head, *column) for head, column in columns.items() if has_figures(head, column[0])}
     return {"step, ms": _step} | chosen
@@ -287,6 +295,11 @@ MEANINGS = {
     "over the processors, and the bytes that the strategy must move over the measured payload rate. The share of bound "
     "is bound over step: at 100 % nothing is left to win without computing or sending less.",
     "busiest link": "The bytes on the busiest link, in its busier direction, headers and acknowledgements included.",
+    "time to held-out loss": "Seconds of training until the merged model is at the target; the time of evaluations is "
+    "left out.",
+    "merges": "How often local optimizers merged their models in a run, and the seconds for which that held the loop "
+    "up. Consensus is the distance of the local models from their mean at the last merge, relative to the anchor's "
+    "norm.",
     "real compute": "Emulated hosts share this machine's cores, so computing slows down when they compute together.",
     "sleeping compute": "Each host sleeps as long as it would compute alone; bytes are real, nothing trains.",
 }

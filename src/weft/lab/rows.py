@@ -15,6 +15,7 @@ from weft.lab import learning
 from weft.lab.contender import Contender
 from weft.lab.figures import Sample
 from weft.lab.spec import Compute
+from weft.runtime.record.run_folder import Merges
 
 Result = dict[str, Any]
 """A comparison as JSON, the content of compare.json."""
@@ -52,6 +53,16 @@ class Row:
     final_loss: float | None = None
     time_to_target_s: float | None = None
     """Seconds until the loss is at the target, if every seed got there."""
+    held_out_loss: float | None = None
+    """That of the merged model at the end, if the job logs it while it trains."""
+    time_to_held_out_s: float | None = None
+    """Seconds until the held-out loss is at its target, if every seed got there; evaluation is not counted."""
+    merges: int | None = None
+    """The number of merges of local optimizers; None for other contenders, as the next two."""
+    merge_s: float | None = None
+    """Seconds of the whole run for which merges held the loop up."""
+    consensus: float | None = None
+    """At the last merge: the distance of the local models from their mean, relative to the norm of the anchor."""
     learning: float | None = None
     """The held-out loss over that of dense training, as measured once (`learning.py`); None where it was not."""
     asynchrony: dict[str, Any] | None = None
@@ -145,7 +156,6 @@ def finished_row(contender: Contender, samples: Sequence[Sample], error: str | N
         samples_per_s = samples[0].samples / step_s
     else:
         samples_per_s = median(_own_rates(sample, reference.hosts) for sample in samples)
-    reached = [sample.time_to_target_s for sample in samples]
     return Row(
         **_identity(contender),
         step_s=step_s,
@@ -159,7 +169,10 @@ def finished_row(contender: Contender, samples: Sequence[Sample], error: str | N
         bound_s=bound_s,
         bound_share=bound_s / step_s if bound_s is not None else None,
         final_loss=_median_of_known([sample.final_loss for sample in samples]),
-        time_to_target_s=None if None in reached else _median_of_known(reached),
+        time_to_target_s=_median_of_all([sample.time_to_target_s for sample in samples]),
+        held_out_loss=_median_of_known([sample.held_out_loss for sample in samples]),
+        time_to_held_out_s=_median_of_all([sample.time_to_held_out_s for sample in samples]),
+        **_merges([sample.merges for sample in samples if sample.merges is not None]),
         asynchrony=samples[0].asynchrony,
         compute=reference.compute,
         error=error,
@@ -180,6 +193,17 @@ def _identity(contender: Contender) -> dict[str, Any]:
     }
 
 
+def _merges(runs: Sequence[Merges]) -> dict[str, Any]:
+    """The figures of the merges of local optimizers, the medians of the runs."""
+    if not runs:
+        return {}
+    return {
+        "merges": round(statistics.median(run.merges for run in runs)),
+        "merge_s": statistics.median(run.merge_s for run in runs),
+        "consensus": _median_of_known([run.consensus for run in runs]),
+    }
+
+
 def _own_rates(sample: Sample, hosts: int) -> float:
     """Samples per second where every host is at a step of its own: the sum of the hosts' rates."""
     return sum(sample.samples / hosts / seconds for seconds in sample.host_steps_s)
@@ -188,6 +212,11 @@ def _own_rates(sample: Sample, hosts: int) -> float:
 def _median_of_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def _median_of_all(values: Sequence[float | None]) -> float | None:
+    """The median, if no value is missing."""
+    return None if None in values else _median_of_known(values)
 
 
 def interquartile_range(times: Sequence[float]) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weft.errors import UserError
+from weft import jobs
+from weft.errors import JobError, UserError
 from weft.lab import peers
 from weft.lab.contender import WARMUP, Contender
 from weft.lab.instruments.straggler import Slow
@@ -59,6 +61,8 @@ class CompareSpec:
     """Number of seeds; every contender runs once with each."""
     target_loss: float | None = None
     """Measure the time to reach this loss."""
+    target_held_out: float | None = None
+    """Measure the time to reach this held-out loss, evaluation not counted; the job must log `held_out_loss`."""
     network: Links = "emulated"
     """`emulated`; `loopback`: without shaped links; `auto`: loopback if emulation is impossible."""
     out: str | Path | None = None
@@ -96,11 +100,32 @@ class CompareSpec:
             raise UserError("--link has no effect with --links loopback, which shapes no links; omit one of them")
         if self.compute == "sleep" and self.target_loss is not None:
             raise UserError("--target-loss has no effect with --compute sleep, which learns nothing; omit one of them")
+        if self.target_held_out is not None:
+            self._check_target_held_out(self.target_held_out)
         parse_slow(self.slow, self.hosts)
         for contender in self.contenders:
             if contender.strategy is not None:
                 contender.strategy.check()
         return self
+
+    def _check_target_held_out(self, target: float) -> None:
+        if not 0 < target < math.inf:
+            raise UserError(f"--target-held-out is {target:g}, but must be a loss above 0, as in 2.5")
+        if self.compute == "sleep":
+            raise UserError(
+                "--target-held-out has no effect with --compute sleep, which learns nothing; omit one of them"
+            )
+        evaluates = find_job(self.job) == jobs.path("text") and any(arg.startswith("--eval") for arg in self.args)
+        if find_job(self.job) in map(jobs.path, jobs.names()) and not evaluates:
+            raise no_held_out_loss(self.job)
+
+
+def no_held_out_loss(job: str) -> JobError:
+    """A job without the figure that --target-held-out needs."""
+    return JobError(
+        f"--target-held-out needs a job that logs held_out_loss while it trains, and {job} does not; log it with "
+        "run.log(held_out_loss=...) in the loop, or compare text -- --eval-every 20"
+    )
 
 
 def parse_slow(items: Sequence[str], hosts: int) -> dict[int, Slow]:
@@ -149,5 +174,6 @@ def spelled(spec: CompareSpec) -> str:
         words += ["--slow", each]
     words += ["--compute", spec.compute, "--steps", str(spec.steps), "--seeds", str(spec.seeds)]
     words += ["--target-loss", str(spec.target_loss)] if spec.target_loss is not None else []
+    words += ["--target-held-out", str(spec.target_held_out)] if spec.target_held_out is not None else []
     words += ["--links", spec.network] if spec.network != "emulated" else []
     return shlex.join([*words, *(["--", *spec.args] if spec.args else [])])

@@ -21,6 +21,7 @@ from weft.lab.cluster import Cluster, Loopback
 from weft.lab.contender import Contender, Task
 from weft.lab.figures import Sample
 from weft.lab.instruments.straggler import Slow
+from weft.lab.spec import no_held_out_loss
 from weft.lab.usage import Reading
 from weft.runtime.launch.launcher import launch
 from weft.runtime.launch.spec import Launch, Seat
@@ -85,6 +86,8 @@ def run(
         raise JobError(f"the job ended before its {task.steps} steps; give --steps fewer, or the job more data")
     whole = first.until(last)
     _check_links(contender, hosts, out, whole.link_bytes)
+    if task.target_held_out is not None and not figures.evaluates(out):
+        raise no_held_out_loss(task.job)
     return figures.sample(out, task, contender, hosts, readings[0].until(readings[1]), whole)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -17,31 +18,69 @@ from weft.lab.instruments.straggler import Slow, replace_step, sleep_until
 from weft.profile import Profile
 from weft.runtime.loop.instruments import InstrumentedRun
 
+_CUTS = 1 << 16
+"""The number of different cuts of the bank of random numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SleepingCompute:
     """Forward, backward and the optimizer's step sleep until each part would have been done.
 
-    Gradients are real memory, of the right shapes and with random values; hooks, exchanges and steps are real.
+    Gradients are real memory, of the right shapes and with random values, other ones in each process; hooks, exchanges
+    and steps are real. Parameters stay as they are, except under local optimizers, whose models would otherwise have no
+    differences: there each step adds random changes of the size of AdamW's.
     """
 
     profile: Profile
     slow: Slow = Slow()
 
     def attach(self, run: InstrumentedRun, model: nn.Module, optimizer: Optimizer) -> None:
-        _Sleeper(self.profile, self.slow.of(run), model, optimizer)
+        changes = RandomChanges(run, model) if run.strategy.merges_models else None
+        _Sleeper(self.profile, self.slow.of(run), model, optimizer, run.rank, changes)
+
+
+class RandomChanges:
+    """A step p -= lr g with g of unit variance, as AdamW's steps have about.
+
+    g is a random cut from one bank of normal numbers, which costs less than new numbers, and as much as an addition. It
+    follows from the run's seed, the worker's rank and the step.
+    """
+
+    def __init__(self, run: InstrumentedRun, model: nn.Module) -> None:
+        self.run = run
+        params = [p for p in model.parameters() if p.requires_grad]
+        random = torch.Generator().manual_seed(run.rank)
+        self.bank = torch.randn(max(p.numel() for p in params) + _CUTS, generator=random).to(params[0].device)
+
+    @torch.no_grad()
+    def apply(self, optimizer: Optimizer) -> None:
+        """Change all parameters of an optimizer."""
+        draws = Random(f"{self.run.seed}/{self.run.rank}/{self.run.step}")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                at = draws.randrange(_CUTS)
+                if p.requires_grad:
+                    p.add_(self.bank[at : at + p.numel()].view(p.shape), alpha=-float(group["lr"]))
 
 
 class _Sleeper:
     """Deadlines are absolute, so that late wake-ups do not add up."""
 
-    def __init__(self, profile: Profile, factor: Callable[[], float], model: nn.Module, optimizer: Optimizer) -> None:
-        self.profile, self.factor, self.now = profile, factor, 1.0
+    def __init__(
+        self,
+        profile: Profile,
+        factor: Callable[[], float],
+        model: nn.Module,
+        optimizer: Optimizer,
+        rank: int,
+        changes: RandomChanges | None,
+    ) -> None:
+        self.profile, self.factor, self.now, self.changes = profile, factor, 1.0, changes
         self.deadline = 0.0
         self.outputs: dict[Any, Any] = {}
         self.parts = _parts(profile, model)
         self.numel = sum(p.numel() for p, _ in self.parts)
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator().manual_seed(rank)
         self.values = {p: torch.randn(p.shape, generator=random).to(p) * 1e-3 for p, _ in self.parts}
         self.model, self.compute = model, model.forward
         model.forward = self._forward
@@ -75,8 +114,11 @@ class _Sleeper:
         return self.outputs[shapes]
 
     def _step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        began = time.perf_counter()
         mine = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        sleep_until(time.perf_counter() + self.profile.optimizer_s * self.now * mine / self.numel)
+        if self.changes is not None:
+            self.changes.apply(optimizer)
+        sleep_until(began + self.profile.optimizer_s * self.now * mine / self.numel)
 
 
 def _parts(profile: Profile, model: nn.Module) -> list[tuple[nn.Parameter, float]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from weft.runtime.launch.world import World
+    from weft.strategy import Strategy
 
 
 class InstrumentedRun(Protocol):
@@ -29,8 +30,15 @@ class InstrumentedRun(Protocol):
     def seed(self) -> int: ...
 
     @property
+    def rank(self) -> int:
+        """The logical worker whose pass it is."""
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken so far."""
+
+    @property
+    def strategy(self) -> Strategy: ...
 
     @property
     def world(self) -> World: ...

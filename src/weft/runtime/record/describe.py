@@ -53,6 +53,7 @@ def describe(
     environment = {
         "strategy": str(strategy),
         "period": strategy.optimization.period,
+        "merges_models": strategy.merges_models,
         "peer": LabOptions.from_env().peer,
         "workers": world.workers,
         "processes": world.processes,

@@ -11,8 +11,9 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from weft.errors import UserError
 from weft.lazy import torch
@@ -31,6 +32,11 @@ def typed(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{str(value)[:40]!r} is not {kind}")
     return value
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of an event is a number; a loop may log text, too."""
+    return isinstance(value, (int, float))
 
 
 def model(folder: Path) -> list[Spec]:
@@ -64,11 +70,32 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def stream(folder: Path) -> Iterator[dict[str, Any]]:
     """The same as an iterator, with only one step in memory."""
     read_json(folder, "environment.json")
-    valid = _valid(folder)
-    files = [_lines(file, valid) for file in sorted(folder.glob("events-*.jsonl"))]
+    files = _files(folder)
     with _understood(folder):
         for _, parts in itertools.groupby(heapq.merge(*files, key=_step), key=_step):
             yield _joined(list(parts))
+
+
+def by_process(folder: Path) -> list[list[dict[str, Any]]]:
+    """The events of each process by itself."""
+    with _understood(folder):
+        return [list(lines) for lines in _files(folder)]
+
+
+def _files(folder: Path) -> list[Iterator[dict[str, Any]]]:
+    valid = _valid(folder)
+    return [_without_evaluations(_lines(file, valid)) for file in sorted(folder.glob("events-*.jsonl"))]
+
+
+def _without_evaluations(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Events whose `step_s` does not hold the evaluation between the previous step and this one (its `eval_s`)."""
+    evaluated_s, attempt = 0.0, None
+    for event in lines:
+        if evaluated_s and event.get("attempt", 0) == attempt:
+            event["step_s"] = max(0.0, event["step_s"] - evaluated_s)
+        given = event.get("eval_s")
+        evaluated_s, attempt = (given if is_number(given) else 0.0), event.get("attempt", 0)
+        yield event
 
 
 def _step(event: dict[str, Any]) -> int:
@@ -116,7 +143,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         elif key in ("wire_bytes", "samples"):
             joined[key] = sum(values)
         elif key != "step":
-            known = [(part["samples"] or 1, part[key]) for part in parts if isinstance(part.get(key), (int, float))]
+            known = [(part["samples"] or 1, part[key]) for part in parts if is_number(part.get(key))]
             weight = sum(w for w, _ in known)
             joined[key] = sum(w * v for w, v in known) / weight if known else values[-1]
     return joined | {"samples": samples}
@@ -127,8 +154,10 @@ def summary(folder: Path) -> dict[str, Any]:
     environment = read_json(folder, "environment.json")
     series = {name: array("d") for name in ("step_s", "samples", "wire_bytes")}
     last: dict[str, Any] | None = None
+    merges = Merges()
     with _understood(folder):
         for last in stream(folder):
+            merges.add(last)
             for name, values in series.items():
                 values.append(last[name])
     if last is None:
@@ -138,6 +167,8 @@ def summary(folder: Path) -> dict[str, Any]:
         )
     with _understood(folder):
         row = _row(folder, environment, series, last)
+        if environment.get("merges_models"):
+            row |= asdict(merges)
     if (folder / "report.json").exists():
         row["report"] = read_json(folder, "report.json")
     if found := servers(folder):
@@ -151,6 +182,24 @@ def step_limit(folder: Path) -> int | None:
     with _understood(folder):
         limit: int | None = typed(int | None, environment["steps"])
     return limit
+
+
+@dataclass
+class Merges:
+    """The merges of local optimizers in the steps of a run."""
+
+    merges: int = 0
+    """The number of merged fragments; a model that is merged as a whole is one fragment."""
+    merge_s: float = 0.0
+    """Seconds for which merges held the loop up."""
+    consensus: float | None = None
+    """At the last merge: the distance of the local models from their mean, relative to the norm of the anchor."""
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Count the merges of one step."""
+        self.merges += round(event.get("merges") or 0)
+        self.merge_s += event.get("merge_s") or 0.0
+        self.consensus = event.get("consensus", self.consensus)
 
 
 def servers(folder: Path) -> list[dict[str, Any]]:
