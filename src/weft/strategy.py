@@ -293,13 +293,14 @@ def _merging(strategy: Strategy) -> Iterator[Conflict]:
             why=f"{compression.name} takes over the {compression.claims[0]} of an optimizer, and each worker has one",
             instead=f"'{optimization} / {synchrony} / {topology} / int8'",
         )
-    if any(layer.factors for layer in wrapped(compression)):
-        yield Conflict(
-            str(optimization),
-            str(compression),
-            why=f"{compression.name} sends factors of gradients, and differences of models have none",
-            instead=f"'{optimization} / {synchrony} / {topology} / int8'",
-        )
+    for layer in wrapped(compression):
+        if layer.factors:
+            yield Conflict(
+                str(optimization),
+                str(compression),
+                why=f"{layer.name} sends factors of gradients, and differences of models have none",
+                instead=f"'{optimization} / {synchrony} / {topology} / int8'",
+            )
 
 
 def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:

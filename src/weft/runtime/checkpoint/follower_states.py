@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from weft.errors import UserError
 from weft.runtime.loop.logical_workers import Passes
@@ -29,9 +30,13 @@ def follower_state(follower: Any) -> Any:
     return {key: each for key, each in follower.state_dict().items() if not (key in _WRAPPED and callable(each))}
 
 
-def own_states(followers: Sequence[Any]) -> list[Any]:
-    """The state of each follower that counts what its process has seen; None for the others."""
-    states = [None if _acts_per_step(each) else follower_state(each) for each in followers]
+def own_states(followers: Sequence[Any], *, local: bool) -> list[Any]:
+    """The state of each follower that counts what its process has seen; None for the others.
+
+    `local`: workers step by themselves, and each has scales of its own.
+    """
+    own = [not _acts_per_step(each) or (local and isinstance(each, GradScaler)) for each in followers]
+    states = [follower_state(each) if mine else None for each, mine in zip(followers, own, strict=True)]
     return [state if state is not None and _size(state) <= _MOST_VALUES else None for state in states]
 
 

@@ -116,7 +116,8 @@ def worker_states(parts: Parts) -> dict[int, dict[str, Any]]:
     states = parts.mode.compressor_states
     streams, generators = parts.passes.streams(), [each.get_state() for each in parts.generators]
     process = {"process": process_rng_state(), "generators": generators, "epochs": parts.position.draws()}
-    process |= {"ranks": list(parts.passes.ranks), "followers": own_states(parts.stateful)}
+    counted = own_states(parts.stateful, local=parts.mode.steps_each_pass)
+    process |= {"ranks": list(parts.passes.ranks), "followers": counted}
     own = [parts.mode.worker_state(pass_index) for pass_index in range(parts.passes.count)]
     return {
         rank: {"draws": stream, "memory": memory, **process, **({"mode": mode} if mode else {})}
@@ -257,7 +258,11 @@ def _own_states(saved: LoadedCheckpoint, passes: Passes) -> list[dict[str, Any]]
 
 
 def mean_of(states: Sequence[Any]) -> Any:
-    """The mean of floating-point tensors in trees of equal form; the first one's other values."""
+    """The mean of floating-point tensors in trees of similar form; the first one's other values.
+
+    An optimizer has no state for a parameter that its worker has not used.
+    """
+    states = [each for each in states if each is not None] or [None]
     first = states[0]
     if isinstance(first, Tensor):
         if not (first.is_floating_point() or first.is_complex()):
@@ -265,7 +270,8 @@ def mean_of(states: Sequence[Any]) -> Any:
         wide = torch.complex128 if first.is_complex() else torch.float64
         return torch.stack([each.to(wide) for each in states]).mean(0).to(first.dtype)
     if isinstance(first, dict):
-        return {key: mean_of([each[key] for each in states]) for key in first}
+        keys = dict.fromkeys(key for each in states for key in each)
+        return {key: mean_of([each[key] for each in states if key in each]) for key in keys}
     if isinstance(first, (list, tuple)):
         return type(first)(mean_of(parts) for parts in zip(*states, strict=True))
     return first

@@ -63,8 +63,11 @@ class CheckpointWriter:
         self._whole.add(step)
 
     def model_changed(self) -> None:
-        """The model has changed without a step; the checkpoint of the same step is written anew."""
-        self.last = -1
+        """The model has changed without a step; the checkpoint of the same step is written anew.
+
+        Another token keeps a process that is ahead from writing into the folder of the one before.
+        """
+        self.last, self.token = -1, f"{self.token}f"
 
     def save(self, parts: Parts, epoch: Epoch | None, about: dict[str, Any]) -> float:
         """Copy this process's part, and start writing it. Returns the seconds for which the loop was held up."""

@@ -84,6 +84,8 @@ class Passes:
         self._dealt[number] = share
         if not callable(share):
             self.share = share
+        elif self.sample_counts is not None:  # weighs it at the next merge
+            self.share = self.even if samples else 0.0
         if self.pass_index == 0:
             self._fingerprints[number] = (self._fingerprints.get(number, 0) * 31 + fingerprint) % 2**62
         self.samples += samples

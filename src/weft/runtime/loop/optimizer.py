@@ -6,7 +6,8 @@ and averages that were passed along. `zero_grad` goes through the mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -34,6 +35,16 @@ class EvaluatedOnce:
             raise refusals.closure()
         self._taken = True
         return self.loss
+
+
+@contextmanager
+def _scaled(optimizer: Any) -> Iterator[None]:
+    """Mark the gradients as looked at by a scaler, as it does itself where the optimizer checks them: `has_scaler`."""
+    optimizer.found_inf = True
+    try:
+        yield
+    finally:
+        del optimizer.found_inf
 
 
 class PatchedOptimizer:
@@ -106,7 +117,8 @@ class PatchedOptimizer:
             self._called = False
             result = scale_step(optimizer, *args, **kwargs)
             if optimizer is self.optimizer and not self._called:
-                self._take(None, lambda: None)
+                with _scaled(optimizer):
+                    self._take(None, lambda: None)
             return result
 
         scaler.step = weft_scaler_step  # type: ignore[method-assign]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Share = float | Callable[[], float]
 """A worker's share of a step's joined batch, or its samples; or a function that gathers it from all workers."""
@@ -32,8 +33,8 @@ class _Count:
 class SampleCounts:
     """Each logical worker's share of the samples of all workers, for each fragment since its last merge."""
 
-    def __init__(self, passes: int, fragments: int, even: float) -> None:
-        self._passes, self._even = passes, even
+    def __init__(self, passes: int, fragments: int, workers: int) -> None:
+        self._passes, self._workers = passes, workers
         self._counts = [self._new() for _ in range(fragments)]
 
     def _new(self) -> list[_Count]:
@@ -55,18 +56,21 @@ class SampleCounts:
 
     def _share(self, count: _Count) -> float:
         if count.share is None:
-            return self._even
+            return 1 / self._workers
         return count.share if count.same else count.mine / count.joined
 
-    def state(self, pass_index: int) -> list[list[float]]:
+    def state(self, pass_index: int) -> dict[str, Any]:
         """A worker's counts for a checkpoint, by fragment."""
         found = []
         for counts in self._counts:
             count = counts[pass_index]
             count.settle()
             found.append([count.mine, count.joined, -1.0 if count.share is None else count.share, float(count.same)])
-        return found
+        return {"workers": self._workers, "counts": found}
 
-    def load(self, pass_index: int, state: list[list[float]]) -> None:
-        for counts, (mine, joined, share, same) in zip(self._counts, state, strict=True):
+    def load(self, pass_index: int, state: Mapping[str, Any]) -> None:
+        """Continue to count, unless there are more or fewer workers: shares of other batches would not add up to 1."""
+        if state["workers"] != self._workers:
+            return
+        for counts, (mine, joined, share, same) in zip(self._counts, state["counts"], strict=True):
             counts[pass_index] = _Count(mine, joined, None if share < 0 else share, bool(same))

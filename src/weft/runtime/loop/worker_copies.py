@@ -7,6 +7,7 @@ time, which `show` exchanges for another's: parameters and state by reference, b
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class WorkerCopies:
         """A copy of the model as it is; the first one is the model's own memory."""
         state = self.optimizer.state if first else copy.deepcopy(self.optimizer.state)
         if not first:  # deepcopy has copied the keys, too
-            state = type(state)(dict, zip(self.optimizer.state, state.values(), strict=True))
+            state = defaultdict(dict, zip(self.optimizer.state, state.values(), strict=True))
         params = [p.data if first else p.detach().clone() for p in self.params]
         return Copy(params, [None] * len(params), [b.clone() for b in self._slots.tensors], state)
 
@@ -68,6 +69,8 @@ class WorkerCopies:
 
     def keep(self) -> None:
         """Bring the shown copy up to date with the model and the optimizer."""
+        if self.hidden:
+            return
         now = self.all[self.shown]
         now.params, now.grads = [p.data for p in self.params], [p.grad for p in self.params]
         now.state = self.optimizer.state
@@ -101,8 +104,10 @@ class WorkerCopies:
         shown = self.optimizer.state
         if pass_index != self.shown:
             self.optimizer.state = self.all[pass_index].state
-        state: dict[str, Any] = self.optimizer.state_dict()["state"]
-        self.optimizer.state = shown
+        try:
+            state: dict[str, Any] = self.optimizer.state_dict()["state"]
+        finally:
+            self.optimizer.state = shown
         return state
 
     def load(

@@ -51,17 +51,20 @@ class Merging(Mode):
         self._in_backward = self._has_batch = False
 
     def attach(self, layout: SavedLayout | None) -> None:
-        merges, passes = self.merges, self.passes
-        merges.start(self.model, self.optimizer)
-        if passes.count > 1:
-            passes.before_batch = lambda: merges.copies.show(passes.pass_index)
+        self.merges.start(self.model, self.optimizer)
+        self.passes.before_batch = self._before_batch
         for param in self.params:
             param.register_post_accumulate_grad_hook(self._arrived)
+
+    def _before_batch(self) -> None:
+        self.merges.begin(forward=False)
+        self.merges.copies.show(self.passes.pass_index)
 
     # --- backward and step ------------------------------------------------------------------------------------------
 
     def _arrived(self, param: Tensor) -> None:
         """Autograd has finished a parameter. Its gradient stays where it is."""
+        self.merges.begin(forward=True)
         self._has_batch = self._has_batch or self.passes.share > 0
         if self.passes.accumulating:
             self.passes.within = True

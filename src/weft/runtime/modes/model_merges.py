@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,14 @@ class ModelMerges:
         self.engine = Engine(ctx.strategy, ctx.transport, ctx.device, ctx.seed, clock=ctx.clock, status=self.status)
         count = optimization.num_fragments
         self.exchange = FragmentExchange(self.engine, names, self.anchors, ctx.passes, count)
-        self._counts = ctx.passes.sample_counts = SampleCounts(ctx.passes.count, count, 1 / ctx.passes.workers)
+        self._counts = ctx.passes.sample_counts = SampleCounts(ctx.passes.count, count, ctx.passes.workers)
         self._states: list[State] = [{} for _ in params]
         self._pending: list[Pending] = []
         self._in_flight: Pending | None = None
         self._sent_at = [0] * count
         """By fragment: the number of steps taken when it was last sent."""
         self._finished_at = 0
+        self._begun = False
         self.leaving = False
         """Whether any process has asked to terminate before the last merge: all of them know."""
         self.batches = 0
@@ -69,6 +70,22 @@ class ModelMerges:
             anchor.copy_(p.detach())
         self.copies = WorkerCopies(model, optimizer, self.params, self.passes.count)
         self.anchor_buffers = [buffer.clone() for buffer in self.copies.buffers]
+
+    @torch.no_grad()
+    def begin(self, *, forward: bool) -> None:
+        """Before the first step: the loop may have loaded weights into the model since it was distributed.
+
+        `forward`: it has run already, and has changed buffers.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        for i, p in enumerate(self.params):
+            for own in (self.anchors, *(each.params for each in self.copies.all[1:])):
+                own[i].copy_(p)
+        if not forward:
+            self.anchor_buffers = [buffer.clone() for buffer in self.copies.buffers]
+            self.copies.set_buffers(self.anchor_buffers)
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -88,16 +105,16 @@ class ModelMerges:
     @torch.no_grad()
     def finish(self) -> bool:
         """A last merge of every fragment that was not sent after the last step. Every worker then has the anchor."""
-        step = self.passes.step
-        if self._finished_at == step:
+        taken = self.passes.step
+        if self._finished_at == taken:
             return False
-        self._finished_at = step
+        self._finished_at, last = taken, taken - 1
         self.copies.keep()
         self._use(max((each.finish_step for each in self._pending), default=0))
         for fragment, sent in enumerate(self._sent_at):
-            if sent < step:
-                self._send(fragment, step, step)
-                self._use(step)
+            if sent < taken:
+                self._send(fragment, last, last)
+                self._use(last)
         for each in self.copies.all:
             for own, anchor in zip(each.params, self.anchors, strict=True):
                 own.copy_(anchor)
@@ -105,6 +122,8 @@ class ModelMerges:
 
     def merged(self) -> AbstractContextManager[None]:
         """The model holds the anchor meanwhile."""
+        if not self._begun:
+            return nullcontext()
         return self.copies.replaced(self.anchors, self.anchor_buffers)
 
     def _send(self, fragment: int, finish_step: int, step: int) -> None:
@@ -193,6 +212,7 @@ class ModelMerges:
 
     def restore(self, shared: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
         """Continue with the states of a checkpoint."""
+        self._begun = True
         self._states = [dict(shared["merges"][name]) for name in self.names]
         self._sent_at, self.batches = list(shared["sent_at"]), shared["batches"]
         self._pending = []
