@@ -307,9 +307,7 @@ def ending(how: str, folder: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("processes", [4, 1])
-@pytest.mark.parametrize(
-    "spelling", ["average(every=4)", "sma(every=3)", "streaming(every=6, fragments=3, delay=5)"]
-)
+@pytest.mark.parametrize("spelling", ["average(every=4)", "sma(every=3)", "streaming(every=6, fragments=3, delay=5)"])
 def test_every_end_of_a_run_merges(spelling: str, processes: int, tmp_path: Path) -> None:
     """By steps, by epochs and by closing alone; the last checkpoint, which may be written twice, holds that model."""
     ends = set()

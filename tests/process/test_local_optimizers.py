@@ -106,9 +106,7 @@ def learn(data: list[Batch], bucket: int = 0, lr: float = LR) -> Learned:
     return seen, flat(p.detach().numpy() for p in model.parameters()), hashes
 
 
-def trained(
-    strategy: str, data: list[Batch], processes: int = WORKERS, bucket: int = 0, lr: float = LR
-) -> Learned:
+def trained(strategy: str, data: list[Batch], processes: int = WORKERS, bucket: int = 0, lr: float = LR) -> Learned:
     """One run with four workers; what its processes have seen, put together."""
     found = spawn(processes, learn, data, bucket, lr, workers=WORKERS, WEFT_STRATEGY=strategy)
     assert all(final == found[0][1] for _, final, _ in found)

@@ -207,9 +207,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("more", UNFIT)
-def test_models_and_followers_that_do_not_fit_are_refused(
-    more: str, scratch: Path, job: Script, weft: Command
-) -> None:
+def test_models_and_followers_that_do_not_fit_are_refused(more: str, scratch: Path, job: Script, weft: Command) -> None:
     job(JOB.format(more=more))
     fragments = 2 if more else 3
     strategy = f"streaming(every=4, fragments={fragments}) / bsp / direct"

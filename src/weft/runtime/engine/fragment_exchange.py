@@ -44,7 +44,8 @@ class FragmentExchange:
     ) -> None:
         """Start to sum the differences of all workers, multiplied by their shares.
 
-        `differences` are those of each worker of this process, in the order of the fragment's members. `batches` is a fingerprint of the batches dealt, which processes compare.
+        `differences` are those of each worker of this process, in the order of the fragment's members. `batches` is a
+        fingerprint of the batches dealt, which processes compare.
         """
         self.arrive()
         spans = self.engine.take_spans()

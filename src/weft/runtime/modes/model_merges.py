@@ -213,7 +213,10 @@ class ModelMerges:
     def restore(self, shared: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
         """Continue with the states of a checkpoint."""
         self._begun = True
-        self._states = [dict(shared["merges"][name]) for name in self.names]
+        self._states = [
+            {key: kept.to(anchor.device) for key, kept in shared["merges"][name].items()}
+            for name, anchor in zip(self.names, self.anchors, strict=True)
+        ]
         self._sent_at, self.batches = list(shared["sent_at"]), shared["batches"]
         self._pending = []
         for each in shared["pending"]:
