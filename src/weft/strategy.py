@@ -265,42 +265,23 @@ def _merging(strategy: Strategy) -> Iterator[Conflict]:
     """Conflicts of local optimizers, whose models are merged by a collective with all workers."""
     optimization, synchrony, topology = strategy.optimization, strategy.synchrony, strategy.topology
     compression, schedule = strategy.compression, strategy.schedule
+    one, usual = str(optimization), f"'{optimization} / {synchrony} / {topology}'"
     if not isinstance(topology, CollectiveTopology):
-        yield Conflict(
-            str(optimization),
-            str(topology),
-            why=f"{optimization.name} merges the workers' models by a collective, and {topology.name} has none",
-            instead=f"'{optimization} / bsp / direct'",
-        )
+        why = f"{optimization.name} merges the workers' models by a collective, and {topology.name} has none"
+        yield Conflict(one, str(topology), why=why, instead=f"'{optimization} / bsp / direct'")
     elif not synchrony.lockstep:
-        yield Conflict(
-            str(optimization),
-            str(synchrony),
-            why=f"a merge needs all workers, and {synchrony.name} does not wait for all of them",
-            instead=f"'{optimization} / bsp / {topology}'",
-        )
+        why = f"a merge needs all workers, and {synchrony.name} does not wait for all of them"
+        yield Conflict(one, str(synchrony), why=why, instead=f"'{optimization} / bsp / {topology}'")
     if str(schedule) != DEFAULTS["schedule"]:
-        yield Conflict(
-            str(optimization),
-            str(schedule),
-            why=f"{schedule.name} orders the gradients of a step, and models are merged between steps",
-            instead=f"'{optimization} / {synchrony} / {topology}'",
-        )
+        why = f"{schedule.name} orders the gradients of a step, and models are merged between steps"
+        yield Conflict(one, str(schedule), why=why, instead=usual)
     if compression.claims:
-        yield Conflict(
-            str(optimization),
-            str(compression),
-            why=f"{compression.name} takes over the {compression.claims[0]} of an optimizer, and each worker has one",
-            instead=f"'{optimization} / {synchrony} / {topology} / int8'",
-        )
-    for layer in wrapped(compression):
-        if layer.factors:
-            yield Conflict(
-                str(optimization),
-                str(compression),
-                why=f"{layer.name} sends factors of gradients, and differences of models have none",
-                instead=f"'{optimization} / {synchrony} / {topology} / int8'",
-            )
+        why = f"{compression.name} takes over the {compression.claims[0]} of an optimizer, and each worker has one"
+        yield Conflict(one, str(compression), why=why, instead=f"{usual[:-1]} / int8'")
+    factors = next((layer for layer in wrapped(compression) if layer.factors), None)
+    if factors is not None:
+        why = f"{factors.name} sends factors of gradients, and differences of models have none"
+        yield Conflict(one, str(compression), why=why, instead=f"{usual[:-1]} / int8'")
 
 
 def _sharing_memory(strategy: Strategy) -> Iterator[Conflict]:

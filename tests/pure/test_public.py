@@ -39,6 +39,7 @@ def test_public_names() -> None:
             "evaluate",
             "gather",
             "mean",
+            "merged",
             "sum",
             "clip",
             "close",

@@ -8,8 +8,8 @@
         optimizer.step(); optimizer.zero_grad()
         run.log(loss=loss)
 
-Model and optimizer stay the user's own objects. `modes/select.py` chooses what this process is and how the run is
-carried out. `Run` documents the public methods; `loop/worker_run.py` or `server/process.py` implements them.
+Model and optimizer stay the user's own objects. `modes/select.py` chooses how the run is carried out. `Run` documents
+the public methods; `loop/worker_run.py` or `server/process.py` implements them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def init(
 ) -> Run:
     """Join the run that this process belongs to; alone, a run of one worker.
 
-    Options of the command line (`weft train`) take precedence over these. `steps` bounds the optimizer steps of
-    `run.shard`; `seed` seeds torch, numpy and random. A run with a folder `out` saves itself every `save_every` steps
-    and when it ends; 0: never. `resume` is a checkpoint to resume from. `data="own"`: the loop takes its batches from
-    elsewhere than `run.shard`, and gives each worker different ones itself.
+    Options of `weft train` take precedence. `steps` bounds the optimizer steps of `run.shard`; `seed` seeds torch,
+    numpy and random. A run with a folder `out` saves itself every `save_every` steps and when it ends; 0: never.
+    `resume` is a checkpoint. `data="own"`: the loop takes batches from elsewhere, and different ones for each worker.
     """
     global _current, joined
     if _current is not None:
@@ -117,9 +116,8 @@ class Run:
         """Make model and optimizer part of the run, on its device; returns the same objects.
 
         `followers` step along and are kept in checkpoints: schedulers, a GradScaler, an average of the weights, a
-        torch.Generator; any object with a state_dict. `unused=True` where parameters may get a gradient in one step and
-        none in another. `reduction="sum"` where the loss is a sum over the batch: gradients are then added up
-        undivided, and a missing batch adds nothing.
+        torch.Generator; any object with a state_dict. `unused=True` where parameters may get a gradient in some steps.
+        `reduction="sum"` where the loss is a sum over the batch: gradients are added undivided, a missing batch as 0.
         """
         return self._process.distribute(model, optimizer, *followers, unused=unused, reduction=reduction)
 
@@ -134,11 +132,10 @@ class Run:
     ) -> Shard:
         """This worker's batches of `loader`, which every process builds alike.
 
-        Batches are dealt to the workers in turn, and moved to the run's device; `device=False` leaves them where they
-        are. `epochs=None` repeats the loader until the run's steps are used up. `own=True`: the loader already holds
-        only this worker's data; lengths may differ. `samples` counts a batch where its first dimension does not: the
-        loss is a mean over tokens, or the batch is the second dimension. A worker's gradient is weighted by its count
-        over that of all workers; 0 adds nothing.
+        They are dealt in turn, and moved to the run's device unless `device=False`. `epochs=None` repeats the loader
+        until the run's steps are used up. `own=True`: the loader already holds only this worker's data; lengths may
+        differ. `samples` counts a batch where its first dimension does not, as where the loss is a mean over tokens. A
+        gradient is weighted by its count over that of all workers; 0 adds nothing.
         """
         return self._process.shard(loader, epochs=epochs, own=own, samples=samples, device=device)
 
@@ -149,8 +146,7 @@ class Run:
     def epochs(self, count: int) -> Epochs:
         """The numbers 0 to `count` - 1; a resumed run skips epochs whose body has ended, and the body's code with them.
 
-        The body of an epoch that was interrupted runs again, and `run.shard` yields only what is left of it. The loop's
-        own variables start anew; a follower (see `distribute`) keeps values in checkpoints.
+        The body of an interrupted epoch runs again, on what is left. Followers keep values of the loop in checkpoints.
         """
         return self._process.epochs(count)
 
@@ -162,10 +158,7 @@ class Run:
         return self._process.evaluate(loader, device=device)
 
     def merged(self) -> AbstractContextManager[None]:
-        """Inside, the model holds the values that all workers share, as `evaluate` uses them; nothing is communicated.
-
-        Only local optimizers (`average`, `outer` and others) make a difference: elsewhere a worker's model is that one.
-        """
+        """Inside, the model holds the values that all workers share, as in `evaluate`; nothing is communicated."""
         return self._process.merged()
 
     def mean(self, *, weight: Figure = 1, **figures: Figure) -> dict[str, Any]:

@@ -227,8 +227,6 @@ class Lifecycle:
             self._saved = None
 
     def stepped(self, epoch: Epoch) -> None:
-        if self.enough():
-            self.finish()
         if not self.policy.every or (self._saving is None and not self.termination_requested):
             return
         self._look_around()
@@ -253,15 +251,10 @@ class Lifecycle:
     def passed(self) -> None:
         self.parts.mode.epoch_ended()
 
-    def ended(self) -> None:
-        if self.position.finished:
-            self.finish()
-
     def finish(self) -> None:
-        """The loop has taken its last step. A collective call, which does nothing if it was made before."""
-        if self.passes.step and not self.passes.pass_index and not self.left and self.parts.mode.finish():
-            if self._saving is not None:
-                self._saving.model_changed()
+        between_steps = self.passes.step and not self.passes.pass_index and not self.left
+        if between_steps and self.parts.mode.finish() and self._saving is not None:
+            self._saving.model_changed()
 
     def _look_around(self) -> None:
         """Check that all schedulers are known; a checkpoint without one of them would be wrong."""

@@ -34,8 +34,8 @@ class BetweenSteps(Protocol):
     def passed(self) -> None:
         """An iteration with exchanges is over; all processes reach this after the same number of exchanges."""
 
-    def ended(self) -> None:
-        """The same, once it counts as complete."""
+    def finish(self) -> None:
+        """The loop has taken its last step. A collective call, which does nothing if it was made before."""
 
 
 class Shard:
@@ -99,8 +99,8 @@ class Shard:
             if not epoch.consumed + epoch.out:
                 raise LoopError("the loader gave no batch; use a smaller batch size, or drop_last=False")
             position.end(epoch, passes.step)
-            if passes.exchanges > before[1]:
-                self.lifecycle.ended()
+            if passes.exchanges > before[1] and position.finished:
+                self.lifecycle.finish()
 
     def _one(self, feeds: list[Iterator[Dealt]], epoch: Epoch) -> Iterator[Any]:
         passes = self.dealer.passes
@@ -124,6 +124,8 @@ class Shard:
             before = passes.step
             yield self.moved(batch)
             if passes.step > before:
+                if self.lifecycle.enough():
+                    self.lifecycle.finish()
                 self.lifecycle.stepped(epoch)
 
     def _counted(self, feeds: list[Iterator[Dealt]], count: Count, ahead: deque[Dealt]) -> Dealt | None:
