@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 POINTS = ("forward", "backward", "step", "after")
+MERGE = "merge"
+"""Of local optimizers alone: while the differences of their models are exchanged."""
 TOUCHING = "openat,mkdir,mkdirat,write,pwrite64,fsync,fdatasync,close,rename,renameat,renameat2,unlink,unlinkat,rmdir"
 """System calls that can change a folder, or what is known of it on the disk."""
 
@@ -39,6 +41,8 @@ class Fault:
         match self.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "stop":
                 wake = ["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"]
                 subprocess.Popen(wake, start_new_session=True)
@@ -56,6 +60,10 @@ class Faults:
     def kill(self, *, rank: int, at_step: int, point: str = "forward") -> Faults:
         return self._and(Fault("kill", rank, at_step, point))
 
+    def terminate(self, *, rank: int, at_step: int) -> Faults:
+        """SIGTERM."""
+        return self._and(Fault("terminate", rank, at_step))
+
     def stop(self, *, rank: int, at_step: int, for_s: float, point: str = "forward") -> Faults:
         """SIGSTOP, and SIGCONT after a while."""
         return self._and(Fault("stop", rank, at_step, point, for_s))
@@ -69,7 +77,7 @@ class Faults:
         return self._and(Fault("full_disk", rank, at_step, path=str(folder)))
 
     def _and(self, fault: Fault) -> Faults:
-        assert fault.point in POINTS
+        assert fault.point in (*POINTS, MERGE)
         return Faults((*self.plan, fault))
 
     @property
@@ -106,6 +114,17 @@ class Faults:
 
             struck._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             optimizer.step = struck  # type: ignore[method-assign]
+            if any(fault.point == MERGE for fault in self.plan):
+                exchange = run._process.mode.merges.exchange
+                exchange.begin = _then(exchange.begin, at(MERGE))
+
+
+def _then(act: Callable[..., None], strike: Callable[..., None]) -> Callable[..., None]:
+    def struck(*args: Any, **kwargs: Any) -> None:
+        act(*args, **kwargs)
+        strike()
+
+    return struck
 
 
 def fill(folder: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import weft
 from tests.process.harness import spawn
 from weft import systems
+from weft.runtime.record.run_folder import events
 from weft.runtime.server.protocol import PULL, Verb
 from weft.transport.messaging import Client
 
@@ -90,6 +91,20 @@ class Fading(Constant):
     """Gradients of 2 in the first half of the run, and of 0 in the second."""
 
 
+class Ranked(Constant):
+    """Four layers of one parameter, whose gradients are 1 on worker 0, 2 on worker 1, and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.a, self.b
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(p.sum() for p in self.parameters()) * x.mean()  # type: ignore[return-value]
+
+
 forwards: list[float] = []
 asked: list[tuple[float, Verb, int, int]] = []
 
@@ -133,6 +148,8 @@ def train(folder: str, kind: type[nn.Module], steps: int, slow_s: float, momentu
 
 def batches(kind: type[nn.Module], steps: int, workers: int) -> list[Tensor]:
     if issubclass(kind, Constant):
+        if kind is Ranked:
+            return [torch.full((8,), 1.0 + at % workers) for at in range(steps * workers)]
         half = steps * workers // 2
         first, second = (2.0, 0.0) if kind is Fading else (1.0, 1.0)
         return [torch.full((8,), first)] * half + [torch.full((8,), second)] * half
@@ -184,6 +201,7 @@ class Seen:
     workers: list[dict[str, Any]]
     servers: list[dict[str, Any]]
     traces: list[list[dict[str, Any]]]
+    events: list[dict[str, Any]]
     steps: int
 
     @property
@@ -227,6 +245,14 @@ class Seen:
         """Requests of a worker: when, bytes, urgency."""
         return [(at, nbytes, urgency) for at, each, nbytes, urgency in self.workers[worker]["asked"] if each == verb]
 
+    def merges(self) -> list[int]:
+        """The steps after which worker 0 used a merge of models."""
+        return [event["step"] for event in self.events if event.get("merges")]
+
+    def path(self, worker: int, layer: int = 0) -> list[float]:
+        """How far a worker's copy has moved after each step, in learning rates; before the first step it is at 0."""
+        return [0.0, *(step[layer] for step in self.workers[worker]["path"])]
+
     def received(self) -> list[float]:
         """By server: bytes that a step's pushes have brought, as a share of all gradients."""
         return [server["received_bytes"] / self.steps / self.bytes for server in self.servers]
@@ -257,11 +283,16 @@ def seen(strategy: str, workers: int, model: type[nn.Module], steps: int, slow_s
         files = sorted(Path(folder, "run").glob("server-*.json"))
         servers = [json.loads(file.read_text()) for file in files]
         traces = [json.loads(Path(folder, f"run/trace-{n}.json").read_text())["traceEvents"] for n in range(workers)]
-        return Seen(told, servers, traces, steps)
+        return Seen(told, servers, traces, events(Path(folder, "run")), steps)
 
 
 def layers(system: str, workers: int = 2, momentum: float = 0.0) -> Seen:
     return seen(str(systems.find(system).strategy), workers, Layers, STEPS, 0.0, momentum)
+
+
+def ranked(system: str, steps: int) -> Seen:
+    """Two workers with different gradients; on average theirs is 1.5."""
+    return seen(str(systems.find(system).strategy), 2, Ranked, steps, 0.0, 0.0)
 
 
 def constant(system: str, workers: int = 2, momentum: float = 0.0) -> Seen:

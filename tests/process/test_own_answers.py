@@ -135,6 +135,30 @@ class Halfway(LocalSteps):
         observed(f"merge-{side}")
         return (mine + theirs) / 2, state
 """,
+    "optimization/every_second.py": """
+from weft.optimization import Merge, ModelMerging
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EverySecond(ModelMerging):
+    \"\"\"Models are averaged after every second step; the anchor goes a little further.\"\"\"
+
+    @property
+    def period(self):
+        return 2
+
+    def due(self, step):
+        observed("due")
+        return (Merge(finish_step=step),) if step % 2 else ()
+
+    def merge(self, anchor, difference, state, workers):
+        observed(f"merge-{workers}")
+        return anchor - 1.1 * difference, {"merges": state.get("merges", 0 * difference) + 1}
+
+    def adopt(self, copy, before, after, workers):
+        observed("adopt")
+        return after
+""",
     "schedule/pairs.py": """
 from weft.schedule import Schedule
 from weft.schedule._wave import wave
@@ -318,6 +342,7 @@ def test_an_answer_of_ones_own_is_one_file(file: str, name: str, code: str, comm
         ("bsp / star", {"lower-0", "lower-1"}),
         ("uneven / parameter_server", {"may_start-0", "may_start-1"}),
         ("halfway / asp / parameter_server", {"local_update", "due", "merge-worker"}),
+        ("every_second / bsp / ring", {"due", "merge-2", "adopt"}),
         ("bsp / direct / pairs", {"timetable"}),
         ("sent_ahead / parameter_server", {"may_start-in-worker"}),
         ("bsp / direct / last_first", {"timetable-deferred"}),
@@ -333,6 +358,16 @@ def test_an_answer_in_one_file_trains(
     summary = json.loads(done.stdout)
     assert summary["strategy"] == strategy and summary["steps"] == 6
     assert {file.name for file in (scratch / "observed").iterdir()} >= calls
+
+
+def test_merges_of_ones_own_are_in_the_events(mine: dict[str, str], scratch: Path, weft: Command) -> None:
+    """After every second step, with its state in the checkpoint."""
+    strategy = "every_second / bsp / direct / int8"
+    done = weft("train", "job.py", "-n", 2, "--strategy", strategy, "--out", "run", cwd=scratch, **mine)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (scratch / "run/events-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event.get("merges")] == [2, 4, 6]
+    assert weft("train", "--resume", "run", "--steps", 8, cwd=scratch, **mine).returncode == 0
 
 
 def test_momentum_of_ones_own_and_products_of_factors_train_as_dense_gradients_do(

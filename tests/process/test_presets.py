@@ -30,7 +30,7 @@ def learn_by_preset() -> tuple[float, float, list[float]]:
     """Losses of all samples before and after, and the weights; gradients are large enough to pass fixed thresholds."""
     run = weft.init(steps=STEPS)
     torch.manual_seed(1)
-    model: Any = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    model: Any = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)), nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     model, optimizer = run.distribute(model, optimizer)
     before = judged(model)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.process.observed import RATE, STEPS, Fading, Seen, Wide, constant, layers, seen
+from tests.process.observed import RATE, STEPS, Fading, Seen, Wide, constant, layers, ranked, seen
 from weft import systems
 from weft.runtime.server.protocol import Verb
 
@@ -41,11 +41,11 @@ def pairs(run: Seen, near: float, far: float) -> bool:
     return shares == pytest.approx(expected, rel=0.2)
 
 
-def climbs(run: Seen) -> bool:
+def climbs(run: Seen, share: float = 1.0) -> bool:
     """Whether all gradients go up and down a binomial tree of four, once each way, and nowhere else."""
-    shares = {ends: share for ends, share in run.traffic().items() if share > 0.05}
+    shares = {ends: found for ends, found in run.traffic().items() if found > 0.05}
     edges = [(1, 0), (3, 2), (2, 0)]
-    return shares == pytest.approx({ends: 1.0 for a, b in edges for ends in ((a, b), (b, a))}, rel=0.2)
+    return shares == pytest.approx({ends: share for a, b in edges for ends in ((a, b), (b, a))}, rel=0.2)
 
 
 def after_backward(run: Seen) -> bool:
@@ -359,6 +359,87 @@ def backup_workers() -> None:
     assert set(run.late()) == {0}
     assert run.late().total() < 48  # of two workers' 12 steps, on two servers: late ones were dropped
     assert run.moved() == [server["updates"] for server in run.servers]
+
+
+def meets(run: Seen, every: int) -> bool:
+    """Whether two workers go their own ways, and meet in the middle every few steps, twice."""
+    own = [[run.path(worker)[step] for step in (every - 1, every, every + 1)] for worker in (0, 1)]
+    mean = 1.5 * every
+    apart = own == [[every - 1, mean, mean + 1], [2 * (every - 1), mean, mean + 2]]
+    return apart and run.path(0)[2 * every] == run.path(1)[2 * every] == 2 * mean
+
+
+@row
+def sparknet() -> None:
+    run = ranked("sparknet", 100)
+    assert meets(run, 50) and run.merges() == [50, 100]
+
+
+@row
+def local_sgd() -> None:
+    run = ranked("local_sgd", 16)
+    assert meets(run, 8) and run.merges() == [8, 16]
+    assert {event["wire_bytes"] for event in run.events if event["step"] % 8} == {0}
+
+
+@row
+def deeplearning4j() -> None:
+    run = ranked("deeplearning4j", 10)
+    assert meets(run, 5) and run.merges() == [5, 10]
+    assert climbs(layers("deeplearning4j", 4), 2 / STEPS)  # after five steps, and in the end
+
+
+def block_momentum(run: Seen) -> bool:
+    """Whether the first block moves the model by 60 learning rates, and the second by 0.9 of that and 60."""
+    found = [run.path(worker)[step] for step in (40, 80) for worker in (0, 1)]
+    return run.merges() == [40, 80] and found == pytest.approx([60, 60, 174, 174], rel=1e-5)
+
+
+@row
+def bmuf() -> None:
+    assert block_momentum(ranked("bmuf", 80))
+
+
+@row
+def cntk() -> None:
+    assert block_momentum(ranked("cntk", 80))
+    assert 0 < dense(layers("cntk", 5)) * STEPS < 1 / 12  # one merge, in the end
+
+
+@row
+def crossbow() -> None:
+    run = ranked("crossbow", 8)
+    assert run.merges() == [1, 2, 3, 4, 5, 6, 7, 8]
+    central, before, copies = 0.0, 0.0, [0.0, 0.0]
+    for step in range(1, 8):  # the eighth is the last, when every learner gets the central model
+        copies = [copy + rank for rank, copy in enumerate(copies, 1)]
+        corrections = [(copy - central) / 2 for copy in copies]
+        central, before = central + sum(corrections) + 0.9 * (central - before), central
+        copies = [copy - correction for copy, correction in zip(copies, corrections, strict=True)]
+        assert [run.path(worker)[step] for worker in (0, 1)] == pytest.approx(copies, rel=1e-4)
+
+
+@row
+def diloco() -> None:
+    run = ranked("diloco", 501)
+    assert run.merges() == [500]
+    first = 0.7 * (1 + 0.9) * 750  # Nesterov's first step, by the mean of 500 and 1,000
+    assert [run.path(0)[at] for at in (499, 500, 501)] == pytest.approx([499, first, first + 1], rel=1e-5)
+    assert run.path(1)[500] == pytest.approx(first, rel=1e-5)
+
+
+@row
+def streaming_diloco() -> None:
+    run = ranked("streaming_diloco", 60)
+    assert run.merges() == [20, 30, 40, 50, 60]  # each layer is used ten steps after it was sent, the first one twice
+    for layer, sent in enumerate((10, 20, 30, 40)):
+        anchor = 0.7 * (1 + 0.9) * 1.5 * sent
+        for worker in (0, 1):
+            path = run.path(worker, layer)
+            own = (worker + 1) * (sent + 10)
+            assert path[sent + 9] == pytest.approx((worker + 1) * (sent + 9))
+            assert path[sent + 10] == pytest.approx((own + anchor) / 2, rel=1e-5)
+    assert 0 < sum(event["wire_bytes"] for event in run.events[:20]) < 2 * 4 * 8  # four bits and the norm, not dense
 
 
 RUNS = [each.id for each in systems.catalogue() if each.status == "runs"]

@@ -393,7 +393,7 @@ def test_systems_are_listed_without_a_broken_strategy() -> None:
     words = set(said.split())
     for each in systems.catalogue():
         assert each.id in words and set((each.strategy or "").split()) <= words, each.id
-    assert "158 systems (157 of the surveys, and p3): " in said
+    assert "160 systems (157 of the surveys, and diloco, streaming_diloco, p3): " in said
 
 
 # --- the forecast of a comparison -----------------------------------------------------------------------------------

@@ -67,9 +67,17 @@ RUNS = {
     "tictac": "bsp / parameter_server(servers=0) / priority(partition=1GiB, least=1B)",
     "p3": "bsp / parameter_server(servers=0) / priority(partition=200KB, least=1B)",
     "mxnet": "bsp / hierarchical(servers=2)",
+    "cntk": "block_momentum / bsp / ring / error_feedback(onebit)",
+    "sparknet": "average(every=50) / bsp / direct",
+    "deeplearning4j": "average(every=5) / bsp / tree",
+    "crossbow": "sma / bsp / ring",
+    "bmuf": "block_momentum / bsp / ring",
+    "local_sgd": "average(every=8) / bsp / ring",
+    "diloco": "outer(every=500) / bsp / ring",
+    "streaming_diloco": "streaming(mix=0.5) / bsp / ring / qsgd(levels=7, norm=max)",
     "mxnet_2bit": "bsp / parameter_server(servers=0) / error_feedback(twobit)",
 }
-BESIDE = {"p3"}
+BESIDE = {"p3", "diloco", "streaming_diloco"}
 """Known, but named by no survey."""
 
 

@@ -42,7 +42,7 @@ SURVEY4 = ("bsp_ps", "wfbp_ps", "bytescheduler_ps", "bsp_a2a", "wfbp_a2a", "mg_w
 
 @functools.cache
 def catalogue() -> tuple[System, ...]:
-    """The 157 systems of the surveys, and P3, which they do not name; in the order of the surveys' groups."""
+    """The 157 systems of the surveys, and three that they do not name; in the order of the surveys' groups."""
     rows = json.loads((Path(__file__).parent / "catalogue.json").read_text(encoding="utf-8"))
     return tuple(System(**row | {k: tuple(row[k]) for k in ("aliases", "surveys")}) for row in rows)
 
