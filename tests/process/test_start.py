@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.process.commands import WEFT, children_of
+from tests.process.commands import WEFT, Command, Job, children_of, until
 from weft.cli import COMMANDS
 from weft.environment import LocalLauncher
 from weft.runtime.launch.start import at_start, starting, template
@@ -74,6 +75,16 @@ import sys, time
 if "weft.runtime.launch.template" in sys.orig_argv:
     time.sleep(600)
 """
+TRAINS = """
+import torch, weft
+
+run = weft.init(steps=1)
+model = torch.nn.Linear(2, 1)
+model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for x in run.shard([torch.ones(1, 2)]):
+    model(x).sum().backward()
+    optimizer.step()
+"""
 SAYS = """
 import os, sys, torch
 
@@ -90,16 +101,42 @@ def test_a_command_that_starts_no_run_imports_no_torch(scratch: Path) -> None:
     assert found == [[each, 2 if each in REFUSED else 0, []] for each in words]
 
 
+def with_slow_template(folder: Path) -> dict[str, str]:
+    """An environment in which a template imports nothing for minutes."""
+    (folder / "slow").mkdir()
+    (folder / "slow" / "sitecustomize.py").write_text(SLEEPS)
+    path = [str(folder / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
 def test_a_refused_command_does_not_wait_for_its_template(scratch: Path) -> None:
-    (scratch / "slow").mkdir()
-    (scratch / "slow" / "sitecustomize.py").write_text(SLEEPS)
-    path = os.pathsep.join([str(scratch / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [*WEFT, "train", "text", "-n", "2", "--strategy", "rnig"]
-    done = subprocess.run(
-        command, cwd=scratch, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
-    )
+    env = with_slow_template(scratch)
+    done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "'rnig'" in done.stderr
     assert not children_of(scratch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_while_it_starts_says_so(
+    scratch: Path, job: Job, weft: Command, number: signal.Signals
+) -> None:
+    run, words = scratch / "run", ["train", str(job(TRAINS)), "--out", "run"]
+
+    def stopped(*words: str) -> str:
+        launcher = subprocess.Popen([*WEFT, *words], cwd=scratch, env=env, stderr=subprocess.PIPE, text=True)
+        until(lambda: list(scratch.glob("tmp/weft-*/lock")))
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=60)
+        assert launcher.returncode == 128 + number
+        return said
+
+    env = with_slow_template(scratch)
+    assert stopped(*words) == "weft: stopped; nothing was saved\n" and not run.exists()
+    assert weft(*words, cwd=scratch).returncode == 0
+    said = stopped("train", "--resume", "run", "--steps", "2")
+    assert said.startswith("weft: stopped; it was not training; step 1 is saved in run/checkpoints/step-00000001;")
+    assert (run / "launch.json").exists()
 
 
 def test_an_early_template_runs_what_the_launch_asks_for(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,9 +191,11 @@ def _trained(
         said = stopped(folder, error)
         _tidy(folder, made)
         raise Terminated(said, error.number) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:  # outside of `attend`; SIGTERM exits
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        said = stopped(folder, Terminated("it was not training", number))
         _tidy(folder, made)
-        raise Terminated("stopped while it started; nothing was saved", signal.SIGINT) from None
+        raise Terminated(said, number) from None
 
 
 @contextmanager
