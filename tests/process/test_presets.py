@@ -19,6 +19,17 @@ BY_STRATEGY = {str(each.strategy): each.id for each in systems.catalogue() if ea
 """Systems of one strategy are run once."""
 
 
+class Towers(nn.Module):
+    """Two networks side by side: four layers, as many as fragments of a system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.towers[0](x) + self.towers[1](x)  # type: ignore[no-any-return]
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     rng = torch.Generator().manual_seed(2)
     secret = torch.randn(20, 5, generator=rng)
@@ -30,7 +41,7 @@ def learn_by_preset() -> tuple[float, float, list[float]]:
     """Losses of all samples before and after, and the weights; gradients are large enough to pass fixed thresholds."""
     run = weft.init(steps=STEPS)
     torch.manual_seed(1)
-    model: Any = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)), nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    model: Any = Towers()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     model, optimizer = run.distribute(model, optimizer)
     before = judged(model)
