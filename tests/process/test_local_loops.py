@@ -157,8 +157,8 @@ def equal(found: State, expected: State) -> None:
 STRATEGY = f"average(every={EVERY}) / bsp / direct"
 LOOPS = {
     "plain": ("plain", batches(), 1),
-    "uneven batches": ("plain", batches(uneven=True), 1),
-    "tokens": ("tokens", batches(uneven=True), 1),
+    "uneven batches": ("plain", batches(STEPS + 1, uneven=True), 1),
+    "tokens": ("tokens", batches(STEPS + 1, uneven=True), 1),
     "clipping": ("clip", batches(), 1),
     "accumulate": ("plain", batches(2 * STEPS), 2),
     "accumulate, clipping": ("clip", batches(3 * STEPS), 3),
@@ -171,10 +171,11 @@ def test_each_worker_runs_the_loop_by_itself(case: str, processes: int) -> None:
     """With a scheduler, BatchNorm, and parameters that are frozen, unused, or used by some workers alone."""
     kind, data, micro = LOOPS[case]
     expected, _ = by_hand(kind, data, micro)
-    assert int(expected["norm.num_batches_tracked"]) == len(data[::WORKERS])
+    groups = len(data[::WORKERS])
+    assert int(expected["norm.num_batches_tracked"]) == groups
     for found, lr, _, steps in spawn(processes, by_weft, kind, data, micro, workers=WORKERS, WEFT_STRATEGY=STRATEGY):
         equal(found, expected)
-        assert steps == STEPS and lr == 0.01 * 0.5 ** (STEPS // 2)
+        assert steps == groups // micro and lr == 0.01 * 0.5 ** (steps // 2)
 
 
 def test_a_step_that_a_scaler_skips_for_one_worker_counts() -> None:

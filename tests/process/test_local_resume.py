@@ -16,6 +16,7 @@ from tests.process.commands import Job as Script
 from tests.process.harness import ChildError, spawn
 from tests.process.merged_in_numpy import LR, MOMENTUM, flat
 from tests.process.test_local_optimizers import batches, build, loss_of
+from weft.runtime.checkpoint.state import mean_of
 from weft.store.checkpoint import found_in
 from weft.strategy import Strategy
 
@@ -108,6 +109,17 @@ def test_shares_of_samples_are_counted_anew_with_another_number_of_workers(tmp_p
         loss_of(model, batch).backward()
         optimizer.step()
     assert final == pytest.approx(flat(p.detach().numpy() for p in model.parameters()), rel=0, abs=1e-12)
+
+
+def test_averages_are_of_the_workers_that_have_a_state() -> None:
+    """An optimizer has none for a parameter that its worker has not used, and counts of steps are not averaged."""
+    one = {0: {"step": torch.tensor(3), "momentum_buffer": None}, 1: {"exp_avg": torch.ones(2)}}
+    other = {0: {"step": torch.tensor(5), "momentum_buffer": torch.full((2,), 4.0)}}
+    third = {2: {"exp_avg": torch.full((2,), 7.0)}, 1: {"exp_avg": torch.full((2,), 2.0)}}
+    mean = mean_of([one, other, third])
+    assert mean.keys() == {0, 1, 2} and mean[0]["step"] == 3
+    assert mean[0]["momentum_buffer"].tolist() == [4, 4]
+    assert mean[1]["exp_avg"].tolist() == [1.5, 1.5] and mean[2]["exp_avg"].tolist() == [7, 7]
 
 
 def put(tensors: list[torch.Tensor], values: list[float]) -> None:
