@@ -22,6 +22,7 @@ from typing import Any, Self
 from weft.environment import LabOptions, LocalLauncher, ProcessPlace
 from weft.errors import JobError, UserError
 from weft.lab import control_socket
+from weft.lab.probe import PACKET_BYTES
 from weft.runtime.launch.spec import Seat
 from weft.units import Bandwidth
 
@@ -192,8 +193,12 @@ class Cluster:
     def check_rates(self) -> None:
         """Measure every link both ways, all of them at once; a machine that cannot carry them is refused."""
         best: list[Link] = []
+        slowest = min(link.rate for link in self.links)
+        packets_s = (
+            8 * PACKET_BYTES / (slowest * _TOLERANCE / 3)
+        )  # in which a packet more or less is a third of the error
         for attempt in range(_TRIES):
-            self.measure(_PROBE_S * (1 + attempt))
+            self.measure(max(_PROBE_S, packets_s) * (1 + attempt))
             self.links = best = [_better(*pair) for pair in zip(best or self.links, self.links, strict=True)]
             wrong = [link for link in self.links if self._fillable(link) and _error(link) > _TOLERANCE]
             if not wrong:

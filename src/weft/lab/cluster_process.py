@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.lab import control_socket, namespaces
+from weft.lab.probe import PACKET_BYTES
 from weft.runtime.launch.process_groups import die_with_parent
 
 NETWORK = "10.231.0."
 _ROOT = 0xFFFFFFFF
 _HANDLE = 0x10000
-_GSO_BYTES = 80_000
-"""The largest packet that leaves a socket, with the headers that its segments will have; no burst may be smaller."""
 _BURST_S = 0.001
 _QUEUE_S = 0.02
 _READS, _READ_S = 5, 0.002
@@ -158,7 +157,7 @@ def _shape(bit_s: int) -> dict[str, int]:
     """A token bucket of this rate; its queue is long enough for several senders to one host."""
     rate = bit_s // 8
     limit = max(_QUEUE_BYTES, int(rate * _QUEUE_S))
-    return {"rate": rate, "burst": max(_GSO_BYTES, int(rate * _BURST_S)), "limit": limit}
+    return {"rate": rate, "burst": max(PACKET_BYTES, int(rate * _BURST_S)), "limit": limit}
 
 
 def _carried(net: Any, index: int) -> tuple[int, float]:

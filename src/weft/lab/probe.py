@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _WARM_S = 0.15
 _CHUNK = 1 << 18
+PACKET_BYTES = 80_000
+"""The largest packet that leaves a socket, with the headers that its segments will have; no burst may be smaller."""
 
 
 def flood(cluster: ClusterProcess, pairs: list[tuple[int, int]], seconds: float) -> dict[str, Any]:
