@@ -39,7 +39,7 @@ test: lint chromium
 	$(BIN)/python -m pytest tests/net
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest tests/test_tiny.py tests/pure
+	$(BIN)/python -m pytest tests/test_tiny.py tests/pure --numprocesses 2 --dist loadfile
 
 # the generated pages, and all of the documentation as a site in build/docs; nothing is fetched while it is built
 docs: $(STAMP)
