@@ -422,3 +422,19 @@ def test_weights_may_be_replaced_between_steps(processes: int) -> None:
         for end in spawn(processes, clamping, how, workers=WORKERS, WEFT_STRATEGY=strategy)
     ]
     assert len(set(ends)) == 1
+
+
+def leaving_early() -> None:
+    run = weft.init()
+    model: Any = torch.nn.Linear(2, 1)
+    model, optimizer = run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for x in run.shard([torch.ones(2, 2)] * (4 if run.is_main else 8)):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+
+def test_a_process_without_further_batches_is_named() -> None:
+    with pytest.raises(ChildError, match=r"has no more batches"):
+        spawn(2, leaving_early, WEFT_STRATEGY="average(every=3) / bsp / direct")

@@ -111,7 +111,7 @@ class StepStatus:
 
     def last_message(self, step: int) -> list[int]:
         """The status of a process that has no more batches."""
-        return [int(self.termination_requested), 0, 0, 0, step, 1, 0]
+        return [int(self.termination_requested), 0, 0, 0, step, 1, 0, *[0 for _ in self.figures]]
 
     def judge(self, rows: Sequence[Sequence[int]]) -> None:
         """Everybody's messages, the same in every process. Raises where processes have diverged."""

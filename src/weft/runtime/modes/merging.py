@@ -140,7 +140,8 @@ class Merging(Mode):
     def epoch_ended(self) -> None:
         self.settle()
         status = self.merges.status
-        status.judge(self.ctx.transport.tell(status.last_message(self.passes.step)))
+        words = status.last_message(self.passes.step)
+        status.judge(self.ctx.transport.tell_later(lambda: words).heard())  # as a merge of the others would send it
         self.merges.leaving = status.leave_next
 
     @property

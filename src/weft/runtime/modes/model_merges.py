@@ -48,6 +48,7 @@ class ModelMerges:
         self.names, self.params = names, params
         self.anchors = [p.detach().clone() for p in params]
         self.status = StepStatus(names, self.anchors, lossless=False, noun="change")
+        self.status.figures = [_bits(0.0)]
         self.engine = Engine(ctx.strategy, ctx.transport, ctx.device, ctx.seed, clock=ctx.clock, status=self.status)
         count = optimization.num_fragments
         self.exchange = FragmentExchange(self.engine, names, self.anchors, ctx.passes, count)
@@ -60,7 +61,7 @@ class ModelMerges:
         self._finished_at = 0
         self._begun = False
         self.leaving = False
-        """Whether any process has asked to terminate before the last merge: all of them know."""
+        """Whether any process has requested to terminate before the last merge: all of them know."""
         self.batches = 0
         """A fingerprint of the batches of all workers since the last merge."""
 
